@@ -1,0 +1,1 @@
+//! The cycle: prefill, draft, verify, accept, stop.

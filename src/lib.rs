@@ -1,0 +1,7 @@
+//! Volley: a decode engine for one person and one stream. ARCHITECTURE.md is the map.
+pub mod cmd;
+pub mod cpu;
+pub mod decode;
+pub mod gpu;
+pub mod model;
+pub mod text;

@@ -1,0 +1,1 @@
+//! What a model is: config.json, the plan of steps, weights.toml, the mapped checkpoint.
