@@ -97,7 +97,7 @@ impl Cuda {
         unsafe { result::ctx::set_current(context)? };
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
         let mut modules = Vec::new();
-        for (file, image) in fatbins::ALL {
+        for (file, image) in fatbins::FATBINS {
             // Sound: the image is a fatbin of ours; the driver copies it.
             let module = unsafe { result::module::load_data(image.as_ptr() as *const c_void) };
             modules.push(module.map_err(|e| machine(format!("the driver cannot load the kernels of {file} on {name} ({e})")))?);

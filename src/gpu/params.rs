@@ -41,7 +41,9 @@ params! {
     NormParams: 64 {
         x: u64, norm: u64, out: u64, inv: u64, n_rows: u64, rows: i32, k: i32, x_stride: i32, out_stride: i32, segment_blocks: i32, eps: f32,
     }
-    EmbedParams: 56 { table: u64, x: u64, tokens: u64, state: u64, n_rows: u64, rows: i32, hidden: i32, x_stride: i32, pad: i32 }
+    EmbedParams: 64 {
+        table: u64, x: u64, tokens: u64, start: u64, state: u64, n_rows: u64, rows: i32, hidden: i32, x_stride: i32, offset: i32,
+    }
     RepackParams: 56 {
         source: u64, weights: u64, source_stride: i64, source_type: i32, order: i32, n_source_rows: i32, rows: i32, row_offset: i32, k: i32,
         k_blocks: i32, pad: i32,
