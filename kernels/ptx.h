@@ -54,6 +54,16 @@ __device__ __forceinline__ uint4 load_weights(const uint4* p) {
   return r;
 #endif
 }
+// 16 bytes of constants that other warps or later tiles want too (norm weights): kept in L1. Legal before pdl_wait.
+__device__ __forceinline__ uint4 load_constants(const uint4* p) {
+#ifdef CPU_SHIM
+  return *p;
+#else
+  uint4 r;
+  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
+  return r;
+#endif
+}
 // 16 bytes of activations, coherent with what earlier kernels wrote; may be kept in L1. Only after pdl_wait.
 __device__ __forceinline__ uint4 load_activations(const uint4* p) {
 #ifdef CPU_SHIM
