@@ -153,6 +153,7 @@ template <bool by_mass> __device__ __forceinline__ u64 select(const u64* list, u
     __syncthreads();
     d.weight[tid] = 0;
     d.count[tid] = 0;
+    d.first = d.last = last;                                    // what a target beyond the members' weight would get
     __syncthreads();
     unsigned run = 0, run_count = 0;
     u64 run_weight = 0;
@@ -272,11 +273,10 @@ KERNEL(sample_adjust, SampleParams, kThreads) {
         for (int d = 0; too_early && d < n_eos; d++)
           if (eos[d] == id) l = -INFINITY;
       }
-      if (!(l < INFINITY)) {                                    // NaN or +inf
-        not_finite = true;
-        l = -INFINITY;
-      }
-      if (adjusted) p.logits[(size_t)row * p.stride + id] = l;
+      const bool bad = !(l < INFINITY);                         // NaN or +inf; the kernels after this one see none
+      if (bad) l = -INFINITY;
+      not_finite |= bad;
+      if (adjusted || bad) p.logits[(size_t)row * p.stride + id] = l;
       best = larger(best, preference(l, id));
     }
   }
@@ -302,6 +302,7 @@ KERNEL(sample_cut, SampleParams, kThreads) {
   const bool top_k = o.top_k > 0 && o.top_k < p.vocab, top_p = o.top_p < 1ull << 32;
   if (o.temperature == 0 || !(top_k || top_p) || p.state->done || row >= rows_in_use(p)) return;
   const float best = value_of(p.scratch->best[row]);
+  if (best == -INFINITY) return;                                // all banned; accept ends the sequence
   for (int b = tid; b < SAMPLE_BINS; b += kThreads) count[b] = low[b] = high[b] = 0;
   __syncthreads();
 #pragma unroll
@@ -399,13 +400,14 @@ KERNEL(sample_choose, SampleParams, kThreads, 2) {
   if (o.temperature == 0 || p.state->done) return;
   const int n_rows = rows_in_use(p);
   if (row >= n_rows) return;
+  const u64 best_logit = p.scratch->best[row];
+  const float max_logit = value_of(best_logit);
+  const bool all_banned = max_logit == -INFINITY;               // nothing to choose; accept ends the sequence
   const bool filtered = (o.top_k > 0 && o.top_k < p.vocab) || o.top_p < 1ull << 32;
   const SampleCut& cut = p.scratch->cut[row];
   const u64 sure = filtered ? cut.sure : ~0ull, k_first = filtered ? cut.k_first : 1, k_last = filtered ? cut.k_last : 0;
   const u64 p_first = filtered ? cut.p_first : 1, p_last = filtered ? cut.p_last : 0;
   const u64 min_p_cut = rank_of(o.min_z, (1u << kIdBits) - 1);
-  const u64 best_logit = p.scratch->best[row];
-  const float max_logit = value_of(best_logit);
   const int position = position_of(p, row);
 
   // The id with the largest logit is always kept, with z = 0. Another can win only if e < exp(z - its score), where e = -ln(1 - v) > v: most ids are
@@ -416,7 +418,7 @@ KERNEL(sample_choose, SampleParams, kThreads, 2) {
 #pragma unroll
   for (int i = 0; i < kQuads; i++) {
     const int q = share.quad(i);
-    if (q >= share.end) continue;
+    if (q >= share.end || all_banned) continue;
     unsigned kept = 0;
     float z[4];
 #pragma unroll
