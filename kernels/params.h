@@ -116,12 +116,15 @@ enum Epilogue : int {
   kEpilogueLogits = 3,    // logits[row][n] = y (+ bias[n]), f32; also the block's maximum per row
 };
 
-// One input of a linear and its weights; y = inv * sum over k of w[n][k] * (x[row][k] * norm[k]).
+// RMSNorm in front of a linear is split so that nothing waits for it: who makes a row also writes normed = bf16(x * norm weight) and squares, the sum of x^2
+// of each 16 columns; the linear takes normed as input and multiplies its sums by inv = 1 / sqrt(mean(x^2) + eps), made from squares (linear_row.cuh).
+
+// One input of a linear and its weights; y = inv * sum over k of w[n][k] * x[row][k].
 struct LinearPart {
   const uint4* weights;  // re-tiled [n_tiles][k_blocks][2][32]
-  const bf16* x;         // [rows][x_stride]; linear_prefill with a norm: what norm_rows wrote
-  const bf16* norm;      // [k] RMSNorm weight; read by the _norm kernels only
-  const float* inv;      // [rows] from norm_rows, or null; read by linear_prefill only
+  const bf16* x;         // [rows][x_stride]; with a norm: normed
+  const float* squares;  // [rows][k / 16], or null: no norm, inv = 1. Read by linear_m* only
+  const float* inv;      // [rows] from norm_rows, or null. Read by linear_prefill only
   int k;                 // multiple of 8; weights hold zeros up to k_blocks * 32
   int x_stride;          // multiple of 8
   int segment_blocks;    // 32-k blocks per segment: ceil(ceil(k / 32) / 32)
@@ -132,7 +135,10 @@ struct LinearParams {
   bf16* out;             // [rows][out_stride]
   const bf16* bias;      // [n] or null
   const bf16* residual;  // [rows][out_stride]; may be out
-  bf16* tap;             // [rows][tap_stride] or null
+  bf16* tap;             // [rows][tap_stride] or null: a second copy of out (Residual only)
+  const bf16* next_norm; // [n] RMSNorm weight of the next linear, or null. linear_m* only, Store and Residual
+  bf16* normed;          // [rows][out_stride]: bf16(out * next_norm)
+  float* squares;        // [rows][n / 16]
   float* logits;         // [rows][out_stride]
   float* max_value;      // [rows][gridDim.x] or null
   int* max_id;           // [rows][gridDim.x]: lowest n with that value
@@ -147,21 +153,21 @@ struct LinearParams {
   int last_row;          // 1: the only row is the last in use, n_rows - 1 of x; its output is row 0
 };
 static_assert(sizeof(LinearPart) == 48, "twin in Rust");
-static_assert(sizeof(LinearParams) == 192, "twin in Rust");
+static_assert(sizeof(LinearParams) == 216, "twin in Rust");
 
 // ---- norm.cu: norm_rows ----
 struct NormParams {
   const bf16* x;       // [rows][x_stride]
   const bf16* norm;    // [k] RMSNorm weight
-  bf16* out;           // [rows][out_stride]: bf16(x * norm), not yet times inv
+  bf16* normed;        // [rows][normed_stride]: bf16(x * norm)
   float* inv;          // [rows]: 1 / sqrt(mean(x^2) + eps)
   const int* n_rows;   // as in LinearParams
   int rows;
-  int k;
+  int k;               // multiple of 16
   int x_stride;
-  int out_stride;
-  int segment_blocks;
+  int normed_stride;
   float eps;
+  int pad;
 };
 static_assert(sizeof(NormParams) == 64, "twin in Rust");
 
@@ -169,15 +175,18 @@ static_assert(sizeof(NormParams) == 64, "twin in Rust");
 struct EmbedParams {
   const uint4* table;   // re-tiled [vocab / 16][hidden / 32][2][32]
   bf16* x;              // [rows][x_stride]
+  const bf16* next_norm; // [hidden] or null, normed [rows][x_stride], squares [rows][hidden / 16]: as in LinearParams
+  bf16* normed;
+  float* squares;
   const int* tokens;    // [rows], or null: row 0 is state->root, row i is state->drafts[i - 1]
   const State* state;
   const int* n_rows;    // as in LinearParams
   int rows;
-  int hidden;           // multiple of 8
+  int hidden;           // multiple of 16
   int x_stride;
   int pad;
 };
-static_assert(sizeof(EmbedParams) == 56, "twin in Rust");
+static_assert(sizeof(EmbedParams) == 80, "twin in Rust");
 
 // ---- repack.cu ----
 enum SourceType : int { kSourceBf16 = 0, kSourceF16 = 1, kSourceF32 = 2 };
@@ -259,3 +268,42 @@ struct AttentionParams {
   int pad;
 };
 static_assert(sizeof(AttentionParams) == 120, "AttentionParams");
+
+// ---- draft.cu ----
+// All zero before the first launch; every launch leaves it so.
+struct DraftScratch {
+  unsigned long long best;
+  unsigned arrivals;
+  unsigned pad;
+};
+static_assert(sizeof(DraftScratch) == 16, "DraftScratch");
+
+// For draft_choose: grid (any number of blocks), 256 threads. One draft from one row of the drafter's logits.
+struct DraftParams {
+  const float* logits;             // [rows][stride]
+  State* state;
+  const SamplingParams* options;
+  DraftScratch* scratch;
+  const int* target_ids;           // [vocab], the target's id of each draft id, ascending; null: the same ids
+  int vocab;
+  int stride;
+  int row;                         // row of logits; -1: the row of the last emitted token, emitted - 1
+  int index;                       // which draft this is: 0, 1, ..
+  int n_drafts;                    // how many this graph makes; after the last State.n_drafts and rows are set
+  int pad;
+};
+static_assert(sizeof(DraftParams) == 64, "DraftParams");
+
+// For ngram_draft: grid (any number of blocks), 256 threads.
+struct NgramParams {
+  State* state;
+  const SamplingParams* options;
+  DraftScratch* scratch;
+  const int* history;              // [State.history_length]
+  unsigned long long* ring;        // the record of the last pass gets the match length
+  int min_n;                       // shortest suffix that counts, at least 1
+  int max_n;                       // longest that is looked for
+  int n_drafts;                    // most drafts, at most 16
+  int pad;
+};
+static_assert(sizeof(NgramParams) == 56, "NgramParams");
