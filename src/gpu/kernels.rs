@@ -1,7 +1,8 @@
 //! The kernel table: which kernel a Step becomes, with which params and grid. The GPU twin of cpu/reference.rs.
 //!
-//! One Step is one launch in a verify pass. A prefill pass normalises in a kernel of its own and rotates queries before attention, so a
-//! Step may be two launches there; its bits are the same.
+//! One Step is one launch in a verify pass: who writes a row that will be normalised also writes it times the norm weight and its sums of
+//! squares (`norms` finds out for whom), so that a linear layer waits for nothing but its input. A prefill pass normalises in a kernel of
+//! its own and rotates queries before attention; its bits are the same.
 use super::device::{Gpu, Kernel, Launch, Memory, Params};
 use super::params::*;
 use super::weights::Matrix;
@@ -10,7 +11,8 @@ use crate::model::plan::{Attention, BufferId, Epilogue, Linear, Pass, Plan, Step
 use crate::model::weights::WeightId;
 use crate::state_offset;
 use anyhow::{bail, ensure, Context, Result};
-use std::collections::BTreeMap;
+use bytemuck::Zeroable;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Every kernel, resolved at start.
 pub struct Kernels {
@@ -35,8 +37,7 @@ struct LinearVariant {
     columns: usize,
     tiles: usize,
     threads: u32,
-    plain: Kernel,
-    norm: Kernel,
+    kernel: Kernel,
 }
 
 /// Tile of linear_prefill: weight rows, tokens, threads.
@@ -47,16 +48,14 @@ const PREFILL_SHARED: u32 = (4 * (64 / 16 * 64 + 64 * 4) * 16) as u32;
 impl Kernels {
     pub fn load(gpu: &Gpu) -> Result<Kernels> {
         let k = |name| gpu.kernel(name, 0);
-        let variant = |columns, tiles, threads, plain, norm| -> Result<LinearVariant> {
-            Ok(LinearVariant { columns, tiles, threads, plain: k(plain)?, norm: k(norm)? })
-        };
+        let variant = |columns, tiles, threads, name| -> Result<LinearVariant> { Ok(LinearVariant { columns, tiles, threads, kernel: k(name)? }) };
         Ok(Kernels {
             embed: k("embed")?,
             norm_rows: k("norm_rows")?,
             linear: vec![
-                variant(1, 1, 512, "linear_m8_t1_w16", "linear_m8_t1_w16_norm")?,
-                variant(1, 2, 512, "linear_m8_t2_w16", "linear_m8_t2_w16_norm")?,
-                variant(2, 1, 512, "linear_m16_t1_w16", "linear_m16_t1_w16_norm")?,
+                variant(1, 1, 512, "linear_m8_t1_w16_a2")?,
+                variant(1, 2, 512, "linear_m8_t2_w16_a1")?,
+                variant(2, 1, 512, "linear_m16_t1_w16_a1")?,
             ],
             linear_prefill: gpu.kernel("linear_prefill_64x64", PREFILL_SHARED)?,
             attention_decode: vec![
@@ -87,8 +86,10 @@ pub struct Arena {
     pub vectors: BTreeMap<WeightId, u64>,
     /// By buffer name.
     pub buffers: BTreeMap<&'static str, Memory>,
-    /// norm_rows: normalised rows [PREFILL_ROWS, widest dim] bf16 and 1/rms [PREFILL_ROWS] f32.
-    pub normed: Memory,
+    /// Beside the buffers that are normalised: rows times norm weight, bf16, and sums of squares of each 16 columns, f32.
+    pub normed: BTreeMap<&'static str, Memory>,
+    pub squares: BTreeMap<&'static str, Memory>,
+    /// norm_rows of prefill: 1/rms [PREFILL_ROWS] f32.
     pub inverse_rms: Memory,
     /// Keys [layer][kv head][capacity][head_dim], values [layer][kv head][head_dim][capacity], bf16.
     pub keys: Memory,
@@ -137,19 +138,67 @@ pub fn attention_partial_floats(rows: usize, n_heads: usize, n_kv_heads: usize, 
     n_kv_heads * chunks * (rows * n_heads / n_kv_heads).div_ceil(columns) * columns * (head_dim + 2)
 }
 
+/// Who makes the normalised rows that the linear layers of a plan read.
+pub struct Norms {
+    /// By step: the norm weight that its output will be multiplied with.
+    next: Vec<Option<WeightId>>,
+    /// Inputs (step, input) whose rows nobody prepared: a kernel of its own does.
+    apart: BTreeSet<(usize, usize)>,
+}
+
+/// The last writer of a buffer prepares it for the first norm that reads it. A buffer that is read through two different norms, or written
+/// by something that cannot prepare, is normalised apart.
+pub fn norms(plan: &Plan) -> Norms {
+    let mut norms = Norms { next: vec![None; plan.steps.len()], apart: BTreeSet::new() };
+    let mut writer: BTreeMap<BufferId, usize> = BTreeMap::new();
+    for (i, step) in plan.steps.iter().enumerate() {
+        match step {
+            Step::Embed { out, .. } => {
+                writer.insert(*out, i);
+            }
+            Step::Linear(l) => {
+                for (j, input) in l.inputs.iter().enumerate() {
+                    let Some(norm) = input.norm else { continue };
+                    let whole = input.column == 0 && input.dim == plan.buffer(input.x).dim;
+                    match writer.get(&input.x) {
+                        Some(&w) if whole && norms.next[w].is_none_or(|n| n == norm) => norms.next[w] = Some(norm),
+                        _ => {
+                            norms.apart.insert((i, j));
+                        }
+                    }
+                }
+                match l.epilogue {
+                    Epilogue::Store { out } | Epilogue::Residual { x: out, .. } => {
+                        writer.insert(out, i);
+                    }
+                    Epilogue::SiluMul { .. } | Epilogue::Partial { .. } | Epilogue::Logits { .. } => {}
+                }
+            }
+            Step::AllReduce { x: out, .. } | Step::Norm { out, .. } | Step::Select { out, .. } => {
+                writer.remove(out);
+            }
+            Step::Attention(_) | Step::Accept { .. } | Step::DraftToken { .. } => {}
+        }
+    }
+    norms
+}
+
 /// A pass being launched: on the stream, or into a capture.
 pub struct Launcher<'a> {
     pub gpu: &'a Gpu,
     pub kernels: &'a Kernels,
     pub arena: &'a Arena,
     pub plan: &'a Plan,
+    pub norms: &'a Norms,
     /// KV chunks that the pass covers: its positions are below the end of the last.
     pub chunks: usize,
 }
 
 impl Launcher<'_> {
     pub fn run(&self) -> Result<()> {
-        self.plan.steps.iter().try_for_each(|step| self.step(step).with_context(|| format!("step {}", step.name())))?;
+        for (i, step) in self.plan.steps.iter().enumerate() {
+            self.step(i).with_context(|| format!("step {}", step.name()))?;
+        }
         if let Pass::Prefill { .. } = self.plan.pass {
             let params = AdvanceParams { state: self.arena.state(0), ring: self.arena.ring };
             self.launch(&self.kernels.prefill_advance, (1, 1, 1), 32, 0, &params)?;
@@ -157,11 +206,11 @@ impl Launcher<'_> {
         Ok(())
     }
 
-    /// Launches one step; the listing order is that of `Step`.
-    pub fn step(&self, step: &Step) -> Result<()> {
-        match step {
-            Step::Embed { table, out, dim, .. } => self.embed(*table, *out, *dim),
-            Step::Linear(linear) => self.linear(linear),
+    /// Launches step number `i`; the order is that of `Step`.
+    pub fn step(&self, i: usize) -> Result<()> {
+        match &self.plan.steps[i] {
+            Step::Embed { table, out, dim, .. } => self.embed(i, *table, *out, *dim),
+            Step::Linear(linear) => self.linear(i, linear),
             Step::Attention(attention) => self.attention(attention),
             Step::Accept { logits, vocab } => self.accept(*logits, *vocab),
             Step::AllReduce { .. } | Step::Norm { .. } | Step::Select { .. } | Step::DraftToken { .. } => {
@@ -179,11 +228,28 @@ impl Launcher<'_> {
         self.gpu.launch(kernel, Launch { grid, block, shared, early: true }, params)
     }
 
-    fn embed(&self, table: WeightId, out: BufferId, dim: usize) -> Result<()> {
+    fn prefills(&self) -> bool {
+        self.rows() > MAX_WIDTH
+    }
+
+    /// For a step that writes `out`: next norm weight, normed and squares, or zeros.
+    fn prepared(&self, step: usize, out: BufferId) -> (u64, u64, u64) {
+        let name = self.plan.buffer(out).name;
+        match self.norms.next[step] {
+            Some(norm) if !self.prefills() => (self.arena.vectors[&norm], self.arena.normed[name].at(0), self.arena.squares[name].at(0)),
+            _ => (0, 0, 0),
+        }
+    }
+
+    fn embed(&self, step: usize, table: WeightId, out: BufferId, dim: usize) -> Result<()> {
+        let (next_norm, normed, squares) = self.prepared(step, out);
         let prefill = matches!(self.plan.pass, Pass::Prefill { .. });
         let params = EmbedParams {
             table: self.arena.matrices[&table].parts[0].at,
             x: self.arena.buffer(self.plan, out),
+            next_norm,
+            normed,
+            squares,
             tokens: if prefill { self.arena.history.at(0) } else { 0 },
             start: self.arena.state(state_offset!(length)),
             state: self.arena.state(0),
@@ -196,65 +262,61 @@ impl Launcher<'_> {
         self.launch(&self.kernels.embed, (self.rows(), 1, 1), 128, 0, &params)
     }
 
-    fn linear(&self, linear: &Linear) -> Result<()> {
+    fn linear(&self, step: usize, linear: &Linear) -> Result<()> {
         let (plan, arena) = (self.plan, self.arena);
         let rows = self.rows();
-        let prefill = rows > MAX_WIDTH;
         let matrix = &arena.matrices[&linear.weight];
         ensure!(linear.inputs.len() <= 2 && linear.inputs.len() == matrix.parts.len(), "{} inputs", linear.inputs.len());
-        let mut part = [LinearPart { weights: 0, x: 0, norm: 0, inv: 0, k: 0, x_stride: 0, segment_blocks: 0, eps: 0.0 }; 2];
+        let mut part = [LinearPart::zeroed(); 2];
         for (i, input) in linear.inputs.iter().enumerate() {
-            let x = arena.buffer(plan, input.x) + 2 * input.column as u64;
-            let x_stride = plan.buffer(input.x).dim as i32;
+            let k_blocks = input.dim.div_ceil(32);
+            let segment_blocks = k_blocks.div_ceil(32);
+            let buffer = plan.buffer(input.x);
             part[i] = LinearPart {
                 weights: matrix.parts[i].at,
-                x,
-                norm: input.norm.map_or(0, |id| arena.vectors[&id]),
+                x: arena.buffer(plan, input.x) + 2 * input.column as u64,
+                squares: 0,
                 inv: 0,
                 k: input.dim as i32,
-                x_stride,
-                segment_blocks: input.dim.div_ceil(32).div_ceil(32) as i32,
+                x_stride: buffer.dim as i32,
+                segment_blocks: segment_blocks as u16,
+                n_segments: k_blocks.div_ceil(segment_blocks) as u16,
                 eps: plan.norm_eps,
             };
-            if prefill && input.norm.is_some() {
-                ensure!(linear.inputs.len() == 1, "two inputs with norms in a prefill pass");
+            let Some(norm) = input.norm else { continue };
+            let (normed, squares) = (arena.normed[buffer.name].at(0), arena.squares[buffer.name].at(0));
+            if self.prefills() || self.norms.apart.contains(&(step, i)) {
                 let params = NormParams {
-                    x,
-                    norm: part[i].norm,
-                    out: arena.normed.at(0),
+                    x: part[i].x,
+                    norm: arena.vectors[&norm],
+                    normed,
                     inv: arena.inverse_rms.at(0),
+                    squares,
                     n_rows: arena.state(state_offset!(rows)),
                     rows: rows as i32,
                     k: input.dim as i32,
-                    x_stride,
-                    out_stride: input.dim as i32,
-                    segment_blocks: part[i].segment_blocks,
+                    x_stride: part[i].x_stride,
+                    normed_stride: input.dim as i32,
                     eps: plan.norm_eps,
+                    pad: 0,
                 };
                 self.launch(&self.kernels.norm_rows, (rows.div_ceil(2), 1, 1), 256, 0, &params)?;
-                part[i].x = params.out;
                 part[i].inv = params.inv;
-                part[i].x_stride = params.out_stride;
             }
+            part[i].x = normed;
+            part[i].x_stride = input.dim as i32;
+            part[i].squares = squares;
         }
         let mut params = LinearParams {
             part,
-            out: 0,
             bias: linear.bias.map_or(0, |id| arena.vectors[&id]),
-            residual: 0,
-            tap: 0,
-            logits: 0,
-            max_value: 0,
-            max_id: 0,
             n_rows: arena.state(state_offset!(rows)),
             n_parts: linear.inputs.len() as i32,
             n: linear.n as i32,
             n_tiles: matrix.n_tiles as i32,
             rows: rows as i32,
             epilogue: EPILOGUE_STORE,
-            out_stride: 0,
-            tap_stride: 0,
-            last_row: 0,
+            ..LinearParams::zeroed()
         };
         let out = match &linear.epilogue {
             Epilogue::Store { out } | Epilogue::Partial { out } => *out,
@@ -280,7 +342,8 @@ impl Launcher<'_> {
         };
         params.out = arena.buffer(plan, out);
         params.out_stride = plan.buffer(out).dim as i32;
-        if prefill {
+        (params.next_norm, params.normed, params.squares) = self.prepared(step, out);
+        if self.prefills() {
             let (n, m, threads) = PREFILL_TILE;
             let grid = (rows.div_ceil(m), matrix.n_tiles.div_ceil(n / 16), 1);
             return self.launch(&self.kernels.linear_prefill, grid, threads, PREFILL_SHARED, &params);
@@ -290,8 +353,7 @@ impl Launcher<'_> {
         let tiles = if columns == 1 && matrix.n_tiles >= 8 * self.gpu.info().n_sms { 2 } else { 1 };
         let variant = self.kernels.linear.iter().find(|v| v.columns == columns && v.tiles == tiles).context("no variant")?;
         let groups = matrix.n_tiles.div_ceil(tiles);
-        let kernel = if linear.inputs.iter().any(|i| i.norm.is_some()) { &variant.norm } else { &variant.plain };
-        self.launch(kernel, (groups.min(2 * self.gpu.info().n_sms), 1, 1), variant.threads, 0, &params)
+        self.launch(&variant.kernel, (groups.min(2 * self.gpu.info().n_sms), 1, 1), variant.threads, 0, &params)
     }
 
     fn attention(&self, a: &Attention) -> Result<()> {

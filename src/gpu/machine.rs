@@ -3,14 +3,14 @@
 //! The sequence lives in device memory (params.rs, State); the host queues passes and reads their records from a ring in pinned memory. What
 //! a pass launches is kernels.rs; weights come from weights.rs.
 use super::device::{Gpu, Graph, Pinned};
-use super::kernels::{attention_partial_floats, Arena, Kernels, Launcher};
+use super::kernels::{attention_partial_floats, norms, Arena, Kernels, Launcher, Norms};
 use super::params::*;
 use super::weights::{Layout, Source};
 use crate::decode::policy::Costs;
 use crate::decode::{Backend, Counters, End, Limits, Record, Sampling};
 use crate::error::{internal, machine};
 use crate::model::config::Config;
-use crate::model::plan::{self, BufferKind, Pass, Plan, Ranks, Storage, MAX_WIDTH, PREFILL_ROWS};
+use crate::model::plan::{self, BufferKind, Pass, Plan, Ranks, Step, Storage, MAX_WIDTH, PREFILL_ROWS};
 use anyhow::{bail, Context, Result};
 use bytemuck::Zeroable;
 use std::collections::{BTreeMap, VecDeque};
@@ -36,7 +36,7 @@ pub struct Options {
 pub struct Machine {
     // Graphs go before the memory that their kernels point at.
     graphs: BTreeMap<(Pass, usize), Option<Graph>>,
-    plans: BTreeMap<Pass, Plan>,
+    plans: BTreeMap<Pass, (Plan, Norms)>,
     config: Config,
     context: usize,
     kernels: Kernels,
@@ -75,33 +75,44 @@ impl Machine {
         let passes = WIDTHS.map(|width| Pass::Verify { width }).into_iter().chain(PREFILL_ROWS.map(|rows| Pass::Prefill { rows }));
         let mut plans = BTreeMap::new();
         for pass in passes {
-            plans.insert(pass, plan::target(&config, pass, ranks, &[])?);
+            let plan = plan::target(&config, pass, ranks, &[])?;
+            let norms = norms(&plan);
+            plans.insert(pass, (plan, norms));
         }
         if config.head_dim != 64 && config.head_dim != 128 {
             bail!("head_dim {}: the GPU backend has attention kernels for 64 and 128; use --device cpu", config.head_dim);
         }
         let capacity = (options.context + 2 * MAX_WIDTH).next_multiple_of(1024);
-        let kv = plans[&Pass::Verify { width: 1 }].kv;
+        let kv = plans[&Pass::Verify { width: 1 }].0.kv;
         let kv_bytes = kv.n_layers * kv.n_kv_heads * kv.head_dim * capacity * 2;
-        let verify = &plans[&Pass::Verify { width: MAX_WIDTH }];
+        let verify = &plans[&Pass::Verify { width: MAX_WIDTH }].0;
         let layout = Layout::of(&[verify], config.tied);
 
+        let rows = PREFILL_ROWS[PREFILL_ROWS.len() - 1];
         let mut buffer_bytes: BTreeMap<&'static str, usize> = BTreeMap::new();
-        let mut widest = 0;
-        for buffer in plans.values().flat_map(|p| &p.buffers) {
+        for buffer in plans.values().flat_map(|p| &p.0.buffers) {
             let element = if buffer.kind == BufferKind::Logits { 4 } else { 2 };
             let bytes = buffer_bytes.entry(buffer.name).or_default();
             *bytes = (*bytes).max(buffer.rows * buffer.dim * element);
-            if buffer.kind != BufferKind::Logits {
-                widest = widest.max(buffer.dim);
+        }
+        // Buffers that some linear layer reads through a norm.
+        let mut normed_dims: BTreeMap<&'static str, usize> = BTreeMap::new();
+        for (plan, _) in plans.values() {
+            for step in &plan.steps {
+                let Step::Linear(linear) = step else { continue };
+                let normed = linear.inputs.iter().filter(|i| i.norm.is_some());
+                normed_dims.extend(normed.map(|i| (plan.buffer(i.x).name, plan.buffer(i.x).dim)));
             }
         }
-        let rows = PREFILL_ROWS[PREFILL_ROWS.len() - 1];
+        if let Some((name, dim)) = normed_dims.iter().find(|(_, dim)| *dim % 16 != 0) {
+            bail!("{name} of {dim}: the GPU backend needs normalised rows of a multiple of 16; use --device cpu");
+        }
+        let normed_bytes: usize = normed_dims.values().map(|dim| rows * (2 * dim + dim / 4)).sum();
         let chunks = attention_chunks(capacity);
         let partials =
             WIDTHS.map(|w| attention_partial_floats(w, config.n_heads, config.n_kv_heads, config.head_dim, chunks) * 4).into_iter().max();
         let partials = partials.expect("there are widths");
-        let other = buffer_bytes.values().sum::<usize>() + rows * (2 * widest + 4) + partials + SAMPLE_SCRATCH_BYTES
+        let other = buffer_bytes.values().sum::<usize>() + normed_bytes + rows * 4 + partials + SAMPLE_SCRATCH_BYTES
             + config.vocab * (MAX_WIDTH * 8 + 8) + 4 * capacity;
         let needed = layout.bytes() + 2 * kv_bytes + other + (128 << 20);
         let (free, total) = gpu.memory()?;
@@ -122,13 +133,19 @@ impl Machine {
         for (name, bytes) in buffer_bytes {
             buffers.insert(name, gpu.allocate(bytes)?);
         }
+        let (mut normed, mut squares) = (BTreeMap::new(), BTreeMap::new());
+        for (name, dim) in normed_dims {
+            normed.insert(name, gpu.allocate(rows * dim * 2)?);
+            squares.insert(name, gpu.allocate(rows * dim / 16 * 4)?);
+        }
         let (inverse_frequencies, rope_factor) = Arena::rotary(&config.rope, config.head_dim, &gpu)?;
         let ring = gpu.pinned(RECORDS * RECORD_WORDS)?;
         let arena = Arena {
             matrices: placed.matrices,
             vectors: placed.vectors,
             buffers,
-            normed: gpu.allocate(rows * widest * 2)?,
+            normed,
+            squares,
             inverse_rms: gpu.allocate(rows * 4)?,
             keys: gpu.allocate(kv_bytes)?,
             values: gpu.allocate(kv_bytes)?,
@@ -184,7 +201,7 @@ impl Machine {
         self.gpu.synchronize()?;
         for pass in passes {
             // Only decode attention has a grid that depends on the context.
-            let decode = self.plans[&pass].rows() <= MAX_WIDTH;
+            let decode = self.plans[&pass].0.rows() <= MAX_WIDTH;
             for chunks in if decode { self.buckets.clone() } else { vec![last] } {
                 let launcher = self.launcher(pass, chunks);
                 let captured = if (options.fail_capture)(pass) {
@@ -209,13 +226,13 @@ impl Machine {
     }
 
     fn launcher(&self, pass: Pass, chunks: usize) -> Launcher<'_> {
-        Launcher { gpu: &self.gpu, kernels: &self.kernels, arena: &self.arena, plan: &self.plans[&pass], chunks }
+        Launcher { gpu: &self.gpu, kernels: &self.kernels, arena: &self.arena, plan: &self.plans[&pass].0, norms: &self.plans[&pass].1, chunks }
     }
 
     /// Queues a pass that ends at position `end`.
     fn queue(&mut self, pass: Pass, end: usize) -> Result<()> {
         let last = *self.buckets.last().expect("never empty");
-        let decode = self.plans[&pass].rows() <= MAX_WIDTH;
+        let decode = self.plans[&pass].0.rows() <= MAX_WIDTH;
         let chunks = if decode { *self.buckets.iter().find(|&&b| b >= attention_chunks(end)).unwrap_or(&last) } else { last };
         match &self.graphs[&(pass, chunks)] {
             Some(graph) => self.gpu.replay(graph)?,
@@ -281,7 +298,7 @@ impl Machine {
     }
 
     pub fn plan(&self, pass: Pass) -> &Plan {
-        &self.plans[&pass]
+        &self.plans[&pass].0
     }
 }
 

@@ -33,16 +33,19 @@ params! {
         vocab: i32, stride: i32, prefill: i32, pad: i32,
     }
     AdvanceParams: 16 { state: u64, ring: u64 }
-    LinearPart: 48 { weights: u64, x: u64, norm: u64, inv: u64, k: i32, x_stride: i32, segment_blocks: i32, eps: f32 }
-    LinearParams: 192 {
-        part: [LinearPart; 2], out: u64, bias: u64, residual: u64, tap: u64, logits: u64, max_value: u64, max_id: u64, n_rows: u64,
-        n_parts: i32, n: i32, n_tiles: i32, rows: i32, epilogue: i32, out_stride: i32, tap_stride: i32, last_row: i32,
+    LinearPart: 48 { weights: u64, x: u64, squares: u64, inv: u64, k: i32, x_stride: i32, segment_blocks: u16, n_segments: u16, eps: f32 }
+    LinearParams: 216 {
+        part: [LinearPart; 2], out: u64, bias: u64, residual: u64, tap: u64, next_norm: u64, normed: u64, squares: u64, logits: u64,
+        max_value: u64, max_id: u64, n_rows: u64, n_parts: i32, n: i32, n_tiles: i32, rows: i32, epilogue: i32, out_stride: i32,
+        tap_stride: i32, last_row: i32,
     }
-    NormParams: 64 {
-        x: u64, norm: u64, out: u64, inv: u64, n_rows: u64, rows: i32, k: i32, x_stride: i32, out_stride: i32, segment_blocks: i32, eps: f32,
+    NormParams: 72 {
+        x: u64, norm: u64, normed: u64, inv: u64, squares: u64, n_rows: u64, rows: i32, k: i32, x_stride: i32, normed_stride: i32, eps: f32,
+        pad: i32,
     }
-    EmbedParams: 64 {
-        table: u64, x: u64, tokens: u64, start: u64, state: u64, n_rows: u64, rows: i32, hidden: i32, x_stride: i32, offset: i32,
+    EmbedParams: 88 {
+        table: u64, x: u64, next_norm: u64, normed: u64, squares: u64, tokens: u64, start: u64, state: u64, n_rows: u64, rows: i32,
+        hidden: i32, x_stride: i32, offset: i32,
     }
     RepackParams: 56 {
         source: u64, weights: u64, source_stride: i64, source_type: i32, order: i32, n_source_rows: i32, rows: i32, row_offset: i32, k: i32,
