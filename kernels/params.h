@@ -161,6 +161,7 @@ struct NormParams {
   const bf16* norm;    // [k] RMSNorm weight
   bf16* normed;        // [rows][normed_stride]: bf16(x * norm)
   float* inv;          // [rows]: 1 / sqrt(mean(x^2) + eps)
+  float* squares;      // [rows][k / 16] or null: for a linear_m* after it (the head on the last row)
   const int* n_rows;   // as in LinearParams
   int rows;
   int k;               // multiple of 16
@@ -169,7 +170,7 @@ struct NormParams {
   float eps;
   int pad;
 };
-static_assert(sizeof(NormParams) == 64, "twin in Rust");
+static_assert(sizeof(NormParams) == 72, "twin in Rust");
 
 // ---- embed.cu: embed ----
 struct EmbedParams {
