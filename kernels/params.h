@@ -180,15 +180,17 @@ struct EmbedParams {
   const bf16* next_norm; // [hidden] or null, normed [rows][x_stride], squares [rows][hidden / 16]: as in LinearParams
   bf16* normed;
   float* squares;
-  const int* tokens;    // [rows], or null: row 0 is state->root, row i is state->drafts[i - 1]
+  const int* tokens;    // row i is tokens[*start + offset + i] (start null: tokens[offset + i]); tokens null: row 0 is state->root, row i is
+                        // state->drafts[i - 1]
+  const int* start;
   const State* state;
   const int* n_rows;    // as in LinearParams
   int rows;
   int hidden;           // multiple of 16
   int x_stride;
-  int pad;
+  int offset;
 };
-static_assert(sizeof(EmbedParams) == 80, "twin in Rust");
+static_assert(sizeof(EmbedParams) == 88, "twin in Rust");
 
 // ---- repack.cu ----
 enum SourceType : int { kSourceBf16 = 0, kSourceF16 = 1, kSourceF32 = 2 };
