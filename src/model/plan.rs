@@ -79,11 +79,22 @@ impl KvLayout {
     }
 }
 
-/// Which cache and feature set a plan works on.
+/// Which model's cache a step works on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Owner {
     Target,
     Drafter,
+}
+
+/// Which tokens an embedding step looks up, and where its rows stand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tokens {
+    /// Row i is token i of the pass: a prompt chunk, or the root and its drafts. Position: length + i.
+    Pass,
+    /// Row i is the token after row i of the last verify pass (what was sampled there), or after prompt row i.
+    Next,
+    /// One row: draft number `n`, counted from 1.
+    Draft(usize),
 }
 
 /// One input of a linear layer: `dim` numbers a row, optionally RMS-normalised with weight `norm` on the way in.
@@ -141,6 +152,8 @@ impl Linear {
 pub struct Attention {
     pub owner: Owner,
     pub layer: usize,
+    /// Where row 0 stands: at the cache's length, or `Tokens::Draft(n)`, n rows behind the last true row.
+    pub tokens: Tokens,
     pub qkv: BufferId, // [rows, (n_heads + 2 * n_kv_heads) * head_dim], heads of this rank
     pub out: BufferId, // [rows, n_heads * head_dim]
     pub q_norm: Option<WeightId>,
@@ -152,8 +165,8 @@ pub struct Attention {
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
-    /// out = rows of the embedding table for the pass's tokens.
-    Embed { table: WeightId, out: BufferId, dim: usize },
+    /// out = rows of the embedding table.
+    Embed { table: WeightId, tokens: Tokens, out: BufferId, dim: usize },
     Linear(Linear),
     Attention(Attention),
     /// x += sum of `partial` over ranks in rank order, f32, rounded once; optionally tapped.
@@ -162,7 +175,9 @@ pub enum Step {
     Norm { x: BufferId, weight: WeightId, out: BufferId, dim: usize },
     /// Every row sampled, drafts accepted while they equal the sample, end conditions tested, length and history advanced.
     Accept { logits: BufferId, vocab: usize },
-    /// The drafter's choice from its last true row (after extend) or its only row: the next draft.
+    /// out (one row) = the row of x that belongs to the last accepted token.
+    Select { x: BufferId, out: BufferId, dim: usize },
+    /// Draft number `draft`, counted from 1: the best of one row of the drafter's logits, as a target id.
     DraftToken { logits: BufferId, vocab: usize, draft: usize },
 }
 
@@ -187,13 +202,15 @@ pub struct Storage {
 impl Step {
     /// Bytes that must be read from memory for one execution: weights once, and the KV rows of `position` earlier tokens once.
     pub fn bytes(&self, rows: usize, position: usize, storage: Storage) -> u64 {
-        let numbers = match self {
-            Step::Embed { dim, .. } => (rows * dim * storage.weight) as u64,
+        match self {
+            Step::Embed { dim, tokens, .. } => {
+                let rows = if let Tokens::Draft(_) = tokens { 1 } else { rows };
+                (rows * dim * storage.weight) as u64
+            }
             Step::Linear(l) => l.n as u64 * l.k() as u64 * storage.weight as u64,
             Step::Attention(a) => (position * 2 * a.n_kv_heads * a.head_dim * storage.kv) as u64,
-            Step::AllReduce { .. } | Step::Norm { .. } | Step::Accept { .. } | Step::DraftToken { .. } => 0,
-        };
-        numbers
+            Step::AllReduce { .. } | Step::Norm { .. } | Step::Select { .. } | Step::Accept { .. } | Step::DraftToken { .. } => 0,
+        }
     }
 
     pub fn name(&self) -> String {
@@ -203,6 +220,7 @@ impl Step {
             Step::Attention(a) => format!("layers.{}.attention", a.layer),
             Step::AllReduce { .. } => "all_reduce".into(),
             Step::Norm { weight, .. } => weight.to_string(),
+            Step::Select { .. } => "select".into(),
             Step::Accept { .. } => "accept".into(),
             Step::DraftToken { draft, .. } => format!("draft_token.{draft}"),
         }
@@ -286,7 +304,7 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
         Some(Tap { out: features?, column: i * config.hidden })
     };
 
-    p.steps.push(Step::Embed { table: WeightId::new(Role::Embed, None), out: x, dim: config.hidden });
+    p.steps.push(Step::Embed { table: WeightId::new(Role::Embed, None), tokens: Tokens::Pass, out: x, dim: config.hidden });
     for layer in 0..config.n_layers {
         let id = |role| WeightId::new(role, Some(layer));
         p.steps.push(Step::Linear(Linear {
@@ -299,6 +317,7 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
         p.steps.push(Step::Attention(Attention {
             owner: Owner::Target,
             layer,
+            tokens: Tokens::Pass,
             qkv,
             out: attended,
             q_norm: config.qk_norm.then(|| id(Role::QNorm)),
@@ -350,6 +369,88 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
     Ok(Plan { pass, ranks, buffers: p.buffers, kv, steps: p.steps, norm_eps: config.norm_eps })
 }
 
+/// The shape of an EAGLE-3 drafter and the flags that change its arithmetic (eagle3 checkpoint formats; all numbers of its own config).
+#[derive(Clone, Debug, PartialEq)]
+pub struct Drafter {
+    pub hidden: usize,
+    pub target_hidden: usize,
+    /// Layer entries of the target whose hidden state is read, ascending.
+    pub taps: Taps,
+    pub n_heads: usize,
+    pub n_kv_heads: usize,
+    pub head_dim: usize,
+    pub ffn_dim: usize,
+    pub vocab: usize,
+    pub norm_eps: f32,
+    pub qkv_bias: bool,
+    pub qk_norm: bool,
+    /// The residual starts from the normalised feature.
+    pub norm_before_residual: bool,
+    /// One RMSNorm over all tapped features before fc.
+    pub norm_before_fc: bool,
+    /// One RMSNorm per tapped feature before fc (EAGLE-3.1).
+    pub fc_norm: bool,
+    /// The feature handed to the next draft step is the normalised one.
+    pub norm_output: bool,
+}
+
+/// The drafter's plan for `DraftPrefill` and `Draft`.
+///
+/// Row i pairs the token after target row i with target row i's features. `Draft` first runs `width` such rows (draft-extend: rows behind
+/// the last accepted one are padding), picks the last true row, and continues from it one row at a time with its own hidden state.
+pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
+    let (rows, drafts) = match pass {
+        Pass::DraftPrefill { rows } => (rows, 0),
+        Pass::Draft { width, drafts } if (1..=MAX_WIDTH).contains(&width) && (1..MAX_WIDTH).contains(&drafts) => (width, drafts),
+        other => bail!("{other:?} is not a pass of a drafter"),
+    };
+    if ranks.count > 1 {
+        bail!("a drafter is replicated: its plan has one rank, not {}", ranks.count);
+    }
+    let id = |role| WeightId::new(role, None);
+    let mut p = Builder::new(rows);
+    let features = p.buffer("features", d.taps.len() * d.target_hidden, BufferKind::Feature);
+    let f = p.buffer("draft_feature", d.hidden, BufferKind::Activation);
+    let inputs = if d.fc_norm {
+        let chunk = |i| Input {
+            x: features,
+            dim: d.target_hidden,
+            column: i * d.target_hidden,
+            norm: Some(WeightId::new(Role::FcNorm, Some(i))),
+        };
+        (0..d.taps.len()).map(chunk).collect()
+    } else {
+        let norm = d.norm_before_fc.then(|| id(Role::FcInputNorm));
+        vec![Input { x: features, dim: d.taps.len() * d.target_hidden, column: 0, norm }]
+    };
+    p.steps.push(Step::Linear(Linear { weight: id(Role::Fc), bias: None, inputs, n: d.hidden, epilogue: Epilogue::Store { out: f } }));
+    let x = p.drafter_layer(d, Tokens::Next, f);
+    if drafts > 0 {
+        p.rows = 1;
+        let logits = p.buffer("draft_logits", d.vocab, BufferKind::Logits);
+        let mut feedback = p.buffer("draft_selected", d.hidden, BufferKind::Activation);
+        p.steps.push(Step::Select { x, out: feedback, dim: d.hidden });
+        for draft in 1..=drafts {
+            if draft > 1 {
+                feedback = p.drafter_layer(d, Tokens::Draft(draft - 1), feedback);
+            }
+            let norm = id(Role::DraftNorm);
+            let mut input = Input { x: feedback, dim: d.hidden, column: 0, norm: Some(norm) };
+            if d.norm_output {
+                let normed = p.buffer("draft_normed", d.hidden, BufferKind::Activation);
+                p.steps.push(Step::Norm { x: feedback, weight: norm, out: normed, dim: d.hidden });
+                feedback = normed;
+                input = Input { x: normed, dim: d.hidden, column: 0, norm: None };
+            }
+            let epilogue = Epilogue::Logits { out: logits };
+            p.steps.push(Step::Linear(Linear { weight: id(Role::DraftHead), bias: None, inputs: vec![input], n: d.vocab, epilogue }));
+            p.steps.push(Step::DraftToken { logits, vocab: d.vocab, draft });
+        }
+    }
+    let kv = KvLayout { n_layers: 1, n_kv_heads: d.n_kv_heads, head_dim: d.head_dim };
+    Ok(Plan { pass, ranks, buffers: p.buffers, kv, steps: p.steps, norm_eps: d.norm_eps })
+}
+
 struct Builder {
     rows: usize,
     buffers: Vec<Buffer>,
@@ -361,9 +462,66 @@ impl Builder {
         Builder { rows, buffers: Vec::new(), steps: Vec::new() }
     }
 
+    /// The buffer of this name, made on first use.
     fn buffer(&mut self, name: &'static str, dim: usize, kind: BufferKind) -> BufferId {
+        if let Some(i) = self.buffers.iter().position(|b| b.name == name) {
+            return BufferId(i);
+        }
         self.buffers.push(Buffer { name, rows: self.rows, dim, kind });
         BufferId(self.buffers.len() - 1)
+    }
+
+    /// The drafter's one layer over the pairs (embedding of `tokens`, `feature`); the buffer that holds its output, before any norm.
+    fn drafter_layer(&mut self, d: &Drafter, tokens: Tokens, feature: BufferId) -> BufferId {
+        // The one-row steps have buffers of their own: rows of a buffer are fixed in a plan.
+        let one = matches!(tokens, Tokens::Draft(_));
+        let name = |many: &'static str, single: &'static str| if one { single } else { many };
+        let id = |role| WeightId::new(role, None);
+        let qkv_dim = (d.n_heads + 2 * d.n_kv_heads) * d.head_dim;
+        let e = self.buffer(name("draft_embedding", "step_embedding"), d.hidden, BufferKind::Activation);
+        let qkv = self.buffer(name("draft_qkv", "step_qkv"), qkv_dim, BufferKind::Activation);
+        let attended = self.buffer(name("draft_attended", "step_attended"), d.n_heads * d.head_dim, BufferKind::Activation);
+        let act = self.buffer(name("draft_act", "step_act"), d.ffn_dim, BufferKind::Activation);
+        self.steps.push(Step::Embed { table: id(Role::DraftEmbed), tokens, out: e, dim: d.hidden });
+        self.steps.push(Step::Linear(Linear {
+            weight: id(Role::DraftQkv),
+            bias: d.qkv_bias.then(|| id(Role::DraftQkvBias)),
+            inputs: vec![
+                Input { x: e, dim: d.hidden, column: 0, norm: Some(id(Role::EmbedNorm)) },
+                Input { x: feature, dim: d.hidden, column: 0, norm: Some(id(Role::FeatureNorm)) },
+            ],
+            n: qkv_dim,
+            epilogue: Epilogue::Store { out: qkv },
+        }));
+        let x = if d.norm_before_residual {
+            let x = self.buffer(name("draft_x", "step_x"), d.hidden, BufferKind::Activation);
+            self.steps.push(Step::Norm { x: feature, weight: id(Role::FeatureNorm), out: x, dim: d.hidden });
+            x
+        } else {
+            feature
+        };
+        self.steps.push(Step::Attention(Attention {
+            owner: Owner::Drafter,
+            layer: 0,
+            tokens,
+            qkv,
+            out: attended,
+            q_norm: d.qk_norm.then(|| id(Role::DraftQNorm)),
+            k_norm: d.qk_norm.then(|| id(Role::DraftKNorm)),
+            n_heads: d.n_heads,
+            n_kv_heads: d.n_kv_heads,
+            head_dim: d.head_dim,
+        }));
+        let linear = |weight, x: BufferId, dim, norm, n, epilogue| {
+            let inputs = vec![Input { x, dim, column: 0, norm }];
+            Step::Linear(Linear { weight: id(weight), bias: None, inputs, n, epilogue })
+        };
+        let residual = || Epilogue::Residual { x, tap: None };
+        self.steps.push(linear(Role::DraftO, attended, d.n_heads * d.head_dim, None, d.hidden, residual()));
+        let ffn_norm = Some(id(Role::DraftFfnNorm));
+        self.steps.push(linear(Role::DraftGateUp, x, d.hidden, ffn_norm, 2 * d.ffn_dim, Epilogue::SiluMul { out: act }));
+        self.steps.push(linear(Role::DraftDown, act, d.ffn_dim, None, d.hidden, residual()));
+        x
     }
 
     /// A linear layer that ends in the residual stream: directly on one rank, through a sum over ranks on several.
@@ -421,7 +579,7 @@ impl fmt::Display for Plan {
                     name(a.out)
                 ),
                 Step::AllReduce { partial, x, tap, .. } => format!("{} +-> {}{}", name(*partial), name(*x), shown_tap(tap)),
-                Step::Norm { x, out, .. } => format!("{} -> {}", name(*x), name(*out)),
+                Step::Norm { x, out, .. } | Step::Select { x, out, .. } => format!("{} -> {}", name(*x), name(*out)),
                 Step::Accept { logits, vocab } | Step::DraftToken { logits, vocab, .. } => format!("{} of {vocab}", name(*logits)),
             };
             writeln!(f, "  {:24} {what}  {} B", step.name(), step.bytes(self.rows(), 0, storage))?;
