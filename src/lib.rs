@@ -2,6 +2,7 @@
 pub mod cmd;
 pub mod cpu;
 pub mod decode;
+#[cfg(any())]
 pub mod gpu;
 pub mod model;
 pub mod text;
