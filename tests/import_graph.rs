@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 /// Who may know whom. A module that is not named knows nobody; one absent from every list is known by nobody.
 const ALLOWED: &[(&str, &[&str])] = &[
     ("main", &["cli", "cmd", "error"]),
-    ("cmd", &["cli", "cpu", "decode", "error", "gpu", "model", "text"]),
+    ("cli", &["cmd", "decode", "error"]),
+    ("cmd", &["cpu", "decode", "error", "gpu", "model", "text"]),
     ("cpu", &["decode", "model"]),
-    ("gpu", &["decode", "model"]),
-    ("decode", &["model"]),
+    ("gpu", &["decode", "error", "model"]),
+    ("decode", &[]),
     ("model", &[]),
     ("text", &[]),
-    ("cli", &[]),
     ("error", &[]),
 ];
 
@@ -26,7 +26,7 @@ fn modules_know_only_what_the_layout_allows() {
     for (from, to) in &graph {
         println!("{from} -> {}", to.iter().cloned().collect::<Vec<_>>().join(", "));
     }
-    assert!(graph["cmd"].contains("decode"), "the reader of sources found no edge from cmd to decode: it is broken");
+    assert!(graph["cpu"].contains("model"), "no edge from cpu to model was found: the reader of sources is broken");
     assert_eq!(forbidden(&graph), Vec::<String>::new());
     assert_eq!(cycle(&graph), None);
 }

@@ -5,10 +5,10 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use volley::cpu::Reference;
-use volley::decode::{Engine, Flow, Request, Sampling};
+use volley::decode::{Drafting, Engine, Flow, Request, Sampling};
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::{Config, RopeScaling};
-use volley::model::plan::{Pass, Step, MAX_WIDTH};
+use volley::model::plan::{Owner, Pass, Step, MAX_WIDTH};
 use volley::model::weights::{claim, Role, Table};
 
 /// Largest error of a logit or hidden state of the tiny models; their logits have a standard deviation of about 3.
@@ -55,7 +55,7 @@ fn tiny_models_compute_what_transformers_computes() {
 fn tiny_models_continue_as_transformers_does() {
     for arch in TINY {
         let tiny = Tiny::open(arch);
-        let mut engine = Engine::new(Box::new(tiny.reference(tiny.config("config.json"))));
+        let mut engine = Engine::new(Box::new(tiny.reference(tiny.config("config.json"))), Drafting::default()).unwrap();
         assert_eq!(greedy(&mut engine, &tiny.input_ids, tiny.greedy_ids.len()), tiny.greedy_ids, "{arch}");
     }
 }
@@ -88,7 +88,7 @@ fn a_dropped_feature_shows() {
 #[test]
 fn smollm2_continues_as_transformers_does() {
     let Some(dir) = smollm2() else { return };
-    let mut engine = Engine::new(Box::new(open(&dir, Config::open(&dir).unwrap(), 1024)));
+    let mut engine = Engine::new(Box::new(open(&dir, Config::open(&dir).unwrap(), 1024)), Drafting::default()).unwrap();
     let goldens = SmolGolden::all(&dir);
     assert_eq!(goldens.len(), 8);
     for golden in goldens {
@@ -284,7 +284,7 @@ fn smollm2() -> Option<PathBuf> {
 fn open(dir: &Path, config: Config, context: usize) -> Reference {
     let checkpoint = Checkpoint::open(dir, Read::Mmap).unwrap();
     let weights = claim(&Table::builtin().unwrap(), &Config::open(dir).unwrap(), &checkpoint).unwrap();
-    Reference::new(config, weights, context, &[]).unwrap()
+    Reference::new(config, weights, context, None, false).unwrap()
 }
 
 /// What the reference shows of the passes over `ids`, which start at an empty cache.
@@ -380,7 +380,7 @@ impl State {
         let mut kv = Vec::new();
         for layer in 0..shape.n_layers {
             for head in 0..shape.n_kv_heads {
-                let (keys, values) = reference.kv(layer, head, length);
+                let (keys, values) = reference.kv(Owner::Target, layer, head, length);
                 kv.extend_from_slice(keys);
                 kv.extend_from_slice(values);
             }
