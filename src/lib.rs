@@ -2,7 +2,7 @@
 pub mod cmd;
 pub mod cpu;
 pub mod decode;
-#[cfg(any())]
+pub mod error;
 pub mod gpu;
 pub mod model;
 pub mod text;
