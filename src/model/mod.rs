@@ -1,1 +1,4 @@
 //! What a model is: config.json, the plan of steps, weights.toml, the mapped checkpoint.
+pub mod checkpoint;
+pub mod config;
+pub mod weights;

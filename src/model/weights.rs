@@ -1,0 +1,667 @@
+//! weights.toml and the claim: which tensors of a checkpoint are which weights, how they are joined, how ranks divide them.
+//! Everything is checked against the config before a byte is read. The format of the table is described at the top of weights.toml.
+use super::checkpoint::{self, Checkpoint, Dtype, Tensor};
+use super::config::Config;
+use anyhow::{bail, ensure, Context, Result};
+use serde::Deserialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::ops::Range;
+use std::path::Path;
+
+/// What a weight is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Role {
+    Embed,
+    FinalNorm,
+    Head,
+    AttnNorm,
+    Qkv,
+    QkvBias,
+    QNorm,
+    KNorm,
+    O,
+    OBias,
+    FfnNorm,
+    GateUp,
+    GateUpBias,
+    Down,
+    DownBias,
+}
+
+/// A weight of a model; weights of the whole model have no layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct WeightId {
+    pub layer: Option<usize>,
+    pub role: Role,
+}
+
+/// The tensors of one weight, checked: parts[i] is [rows[i], cols], or [rows[i]] for vectors, bf16, f16 or f32, all of one dtype.
+#[derive(Clone)]
+pub struct Weight {
+    pub parts: Vec<Tensor>,
+    pub rows: Vec<usize>,
+    /// 1 for vectors.
+    pub cols: usize,
+    pub fuse: Fuse,
+    pub split: Split,
+    /// Rows or columns that stay together when ranks divide the weight: head_dim for heads, else 1.
+    pub unit: usize,
+}
+
+/// How the parts are joined.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Fuse {
+    /// One part after the other.
+    #[default]
+    Rows,
+    /// Row 0 of every part, row 1 of every part, ...
+    Interleave,
+}
+
+/// How ranks divide a weight.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Split {
+    /// Rows in units of heads; parts with fewer heads than ranks (keys, values) are replicated, so that a rank has the head its queries use.
+    Heads,
+    Rows,
+    Columns,
+    /// Rows that are tokens.
+    Vocab,
+    #[default]
+    Replicated,
+}
+
+/// What a rank reads of one part.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Slice {
+    pub rows: Range<usize>,
+    pub cols: Range<usize>,
+}
+
+/// All weights of a model. A tied head is there under its own id, with the tensor of the embedding.
+pub struct Weights {
+    map: BTreeMap<WeightId, Weight>,
+    /// Worth a line to the user, not an error.
+    pub notes: Vec<String>,
+}
+
+/// weights.toml, read.
+pub struct Table {
+    sections: BTreeMap<String, Section>,
+}
+
+/// Matches every tensor of the checkpoint with a row of the table. A tensor that nothing claims, a claimed one that is absent, a wrong shape or
+/// dtype: an error that lists up to five of them. Reads no tensor, but for a tied model that brings a head of its own: then both are compared.
+pub fn claim(table: &Table, config: &Config, checkpoint: &Checkpoint) -> Result<Weights> {
+    let section = table.sections.get(&config.arch).with_context(|| {
+        let known: Vec<&str> = table.sections.keys().map(String::as_str).collect();
+        format!(
+            "{}: expected one of the table of weights, {}, found none",
+            config.arch,
+            known.join(", ")
+        )
+    })?;
+    let mut claim = Claim {
+        config,
+        checkpoint,
+        claimed: BTreeSet::new(),
+        problems: Vec::new(),
+        n_problems: 0,
+    };
+    let mut map = BTreeMap::new();
+    let model_rules = section.model.iter().map(|rule| (None, rule));
+    let layer_rules = (0..config.n_layers)
+        .flat_map(|layer| section.layer.iter().map(move |rule| (Some(layer), rule)));
+    for (layer, (role, rule)) in model_rules.chain(layer_rules) {
+        if (rule.when)(config) {
+            if let Some(weight) = claim.weight(rule, layer)? {
+                map.insert(WeightId { role: *role, layer }, weight);
+            }
+        }
+    }
+    let spare = if config.tied {
+        claim.tie_head(section, &mut map)
+    } else {
+        None
+    };
+    claim.leftovers(section);
+    claim.finish()?;
+
+    let mut notes = Vec::new();
+    if let Some((head, embed)) = spare {
+        if !head.equals(&embed)? {
+            notes.push(format!(
+                "{} in {} differs from {} and is not used: config.json says tie_word_embeddings = true",
+                head.name, head.file, embed.name
+            ));
+        }
+    }
+    Ok(Weights { map, notes })
+}
+
+impl Weights {
+    /// Panics when the model has no such weight: the plan asks for what the config promises, and `claim` has checked that.
+    pub fn get(&self, id: WeightId) -> &Weight {
+        self.find(id).unwrap_or_else(|| {
+            panic!("the plan asks for {id}, which the table of weights does not have")
+        })
+    }
+
+    pub fn find(&self, id: WeightId) -> Option<&Weight> {
+        self.map.get(&id)
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = (WeightId, &Weight)> {
+        self.map.iter().map(|(id, weight)| (*id, weight))
+    }
+
+    /// Makes the bytes of all parts ready; see `checkpoint::load`.
+    pub fn load(&self, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
+        checkpoint::load(self.map.values().flat_map(|weight| &weight.parts), progress)
+    }
+}
+
+impl Weight {
+    pub fn dtype(&self) -> Dtype {
+        self.parts[0].dtype
+    }
+
+    /// Rows of all parts.
+    pub fn n_rows(&self) -> usize {
+        self.rows.iter().sum()
+    }
+
+    /// The slice of each part that `rank` of `ranks` holds. An uneven split is an error that lists the numbers of ranks, up to 8, that work.
+    pub fn part_of_rank(&self, rank: usize, ranks: usize) -> Result<Vec<Slice>> {
+        ensure!(
+            rank < ranks,
+            "{}: expected a rank below {ranks}, found {rank}",
+            self.parts[0].name
+        );
+        self.slices(rank, ranks).with_context(|| {
+            let work: Vec<String> = (1..=8)
+                .filter(|n| self.slices(0, *n).is_some())
+                .map(|n| n.to_string())
+                .collect();
+            format!(
+                "{}: expected a number of ranks that divides {}, {}, found {ranks}",
+                self.parts[0].name,
+                self.parts[0],
+                work.join(" or ")
+            )
+        })
+    }
+
+    fn slices(&self, rank: usize, ranks: usize) -> Option<Vec<Slice>> {
+        let even = |len: usize| {
+            let share = self.unit * exact(exact(len, self.unit)?, ranks)?;
+            Some(rank * share..(rank + 1) * share)
+        };
+        // The heads of a smaller part: rank r's queries use head r * heads / ranks.
+        let replicated = |len: usize| {
+            let heads = exact(len, self.unit)?;
+            let head = rank / exact(ranks, heads)?;
+            Some(head * self.unit..(head + 1) * self.unit)
+        };
+        let most = self.rows.iter().max()?;
+        let slice = |rows: &usize| {
+            let (all_rows, all_cols) = (0..*rows, 0..self.cols);
+            Some(match self.split {
+                Split::Replicated => Slice {
+                    rows: all_rows,
+                    cols: all_cols,
+                },
+                Split::Rows | Split::Vocab => Slice {
+                    rows: even(*rows)?,
+                    cols: all_cols,
+                },
+                Split::Columns => Slice {
+                    rows: all_rows,
+                    cols: even(self.cols)?,
+                },
+                Split::Heads if rows < most => Slice {
+                    rows: even(*rows).or_else(|| replicated(*rows))?,
+                    cols: all_cols,
+                },
+                Split::Heads => Slice {
+                    rows: even(*rows)?,
+                    cols: all_cols,
+                },
+            })
+        };
+        self.rows.iter().map(slice).collect()
+    }
+}
+
+fn exact(n: usize, by: usize) -> Option<usize> {
+    (by > 0 && n % by == 0).then(|| n / by)
+}
+
+impl fmt::Display for WeightId {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self.layer {
+            Some(layer) => write!(f, "layers.{layer}.{}", self.role),
+            None => write!(f, "{}", self.role),
+        }
+    }
+}
+
+/// As in weights.toml.
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let (_, name) = ROLES
+            .iter()
+            .find(|(role, _)| role == self)
+            .expect("ROLES lists every role");
+        f.write_str(name)
+    }
+}
+
+const ROLES: [(Role, &str); 15] = [
+    (Role::Embed, "embed"),
+    (Role::FinalNorm, "final_norm"),
+    (Role::Head, "head"),
+    (Role::AttnNorm, "attn_norm"),
+    (Role::Qkv, "qkv"),
+    (Role::QkvBias, "qkv_bias"),
+    (Role::QNorm, "q_norm"),
+    (Role::KNorm, "k_norm"),
+    (Role::O, "o"),
+    (Role::OBias, "o_bias"),
+    (Role::FfnNorm, "ffn_norm"),
+    (Role::GateUp, "gate_up"),
+    (Role::GateUpBias, "gate_up_bias"),
+    (Role::Down, "down"),
+    (Role::DownBias, "down_bias"),
+];
+
+/// What `rows`, `cols` and `unit` may name.
+const TERMS: [(&str, fn(&Config) -> usize); 6] = [
+    ("hidden", |config| config.hidden),
+    ("n_heads", |config| config.n_heads),
+    ("n_kv_heads", |config| config.n_kv_heads),
+    ("head_dim", |config| config.head_dim),
+    ("ffn_dim", |config| config.ffn_dim),
+    ("vocab", |config| config.vocab),
+];
+
+/// What `when` may name.
+const CONDITIONS: [(&str, Condition); 4] = [
+    ("qkv_bias", |config| config.qkv_bias),
+    ("o_bias", |config| config.o_bias),
+    ("mlp_bias", |config| config.mlp_bias),
+    ("untied", |config| !config.tied),
+];
+
+type Condition = fn(&Config) -> bool;
+
+struct Section {
+    model: BTreeMap<Role, Rule>,
+    layer: BTreeMap<Role, Rule>,
+    ignore: Vec<String>,
+}
+
+#[derive(Clone)]
+struct Rule {
+    from: Vec<String>,
+    rows: Vec<Size>,
+    cols: Option<Size>,
+    fuse: Fuse,
+    split: Split,
+    unit: Size,
+    when: Condition,
+}
+
+/// A sum of products.
+#[derive(Clone)]
+struct Size {
+    text: String,
+    sum: Vec<Vec<Factor>>,
+}
+
+#[derive(Clone, Copy)]
+enum Factor {
+    Number(usize),
+    Term(fn(&Config) -> usize),
+}
+
+impl Table {
+    /// The table in the binary.
+    pub fn builtin() -> Result<Table> {
+        Table::parse(include_str!("../../weights.toml")).context("weights.toml in the binary")
+    }
+
+    /// The table of `--weights FILE`.
+    pub fn open(path: &Path) -> Result<Table> {
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("{}: expected a table of weights", path.display()))?;
+        Table::parse(&text).with_context(|| path.display().to_string())
+    }
+
+    pub fn parse(text: &str) -> Result<Table> {
+        // toml's own errors show the line over several lines; ours are one line.
+        let files: BTreeMap<String, SectionFile> = toml::from_str(text)
+            .map_err(|error| anyhow::anyhow!("{}", error.to_string().trim().replace('\n', " ")))?;
+        let mut sections = BTreeMap::new();
+        for (arch, file) in &files {
+            let base = match &file.like {
+                None => None,
+                Some(like) => match files.get(like) {
+                    Some(base) if base.like.is_none() => Some(base),
+                    _ => bail!(
+                        "{arch}: like: expected a section that stands for itself, found {like:?}"
+                    ),
+                },
+            };
+            let mut section = Section {
+                model: BTreeMap::new(),
+                layer: BTreeMap::new(),
+                ignore: Vec::new(),
+            };
+            for source in base.into_iter().chain([file]) {
+                section.ignore.extend_from_slice(&source.ignore);
+                for (rules, files, per_layer) in [
+                    (&mut section.model, &source.model, false),
+                    (&mut section.layer, &source.layer, true),
+                ] {
+                    for (name, file) in files {
+                        let (role, rule) = parse_rule(name, file, per_layer)
+                            .with_context(|| format!("{arch}.{name}"))?;
+                        rules.insert(role, rule);
+                    }
+                }
+            }
+            sections.insert(arch.clone(), section);
+        }
+        Ok(Table { sections })
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SectionFile {
+    like: Option<String>,
+    #[serde(default)]
+    ignore: Vec<String>,
+    #[serde(default)]
+    model: BTreeMap<String, RuleFile>,
+    #[serde(default)]
+    layer: BTreeMap<String, RuleFile>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RuleFile {
+    from: Vec<String>,
+    rows: Vec<String>,
+    cols: Option<String>,
+    #[serde(default)]
+    fuse: Fuse,
+    #[serde(default)]
+    split: Split,
+    unit: Option<String>,
+    when: Option<String>,
+}
+
+fn parse_rule(name: &str, file: &RuleFile, per_layer: bool) -> Result<(Role, Rule)> {
+    let Some((role, _)) = ROLES.iter().find(|(_, known)| *known == name) else {
+        let known: Vec<&str> = ROLES.iter().map(|(_, name)| *name).collect();
+        bail!("expected a role of {}, found {name:?}", known.join(" "));
+    };
+    ensure!(
+        !file.from.is_empty(),
+        "from: expected at least one tensor, found none"
+    );
+    ensure!(
+        file.rows.len() == file.from.len(),
+        "rows: expected {}, one for each of from, found {}",
+        file.from.len(),
+        file.rows.len()
+    );
+    for from in &file.from {
+        let expected = usize::from(per_layer);
+        ensure!(
+            from.matches("{}").count() == expected,
+            "from: expected {expected} {{}} for the layer, found {from:?}"
+        );
+    }
+    ensure!(
+        file.cols.is_some() || file.split != Split::Columns,
+        "split: expected columns to split, found a vector"
+    );
+    let when = match &file.when {
+        None => |_: &Config| true,
+        Some(when) => match CONDITIONS.iter().find(|(name, _)| name == when) {
+            Some((_, condition)) => *condition,
+            None => bail!(
+                "when: expected one of {}, found {when:?}",
+                CONDITIONS.map(|(name, _)| name).join(" ")
+            ),
+        },
+    };
+    let rule = Rule {
+        from: file.from.clone(),
+        rows: file
+            .rows
+            .iter()
+            .map(|text| Size::parse(text))
+            .collect::<Result<_>>()?,
+        cols: file.cols.as_deref().map(Size::parse).transpose()?,
+        fuse: file.fuse,
+        split: file.split,
+        unit: Size::parse(file.unit.as_deref().unwrap_or("1"))?,
+        when,
+    };
+    Ok((*role, rule))
+}
+
+impl Size {
+    fn parse(text: &str) -> Result<Size> {
+        let factor = |word: &str| -> Result<Factor> {
+            let word = word.trim();
+            match (word.parse(), TERMS.iter().find(|(name, _)| *name == word)) {
+                (Ok(number), _) => Ok(Factor::Number(number)),
+                (_, Some((_, term))) => Ok(Factor::Term(*term)),
+                _ => bail!(
+                    "expected sums and products of numbers and {}, found {text:?}",
+                    TERMS.map(|(name, _)| name).join(" ")
+                ),
+            }
+        };
+        let product = |product: &str| product.split('*').map(factor).collect::<Result<Vec<_>>>();
+        Ok(Size {
+            text: text.into(),
+            sum: text.split('+').map(product).collect::<Result<_>>()?,
+        })
+    }
+
+    fn of(&self, config: &Config) -> Result<usize> {
+        let factor = |factor: &Factor| match factor {
+            Factor::Number(number) => *number,
+            Factor::Term(term) => term(config),
+        };
+        let product = |product: &Vec<Factor>| {
+            product
+                .iter()
+                .map(factor)
+                .try_fold(1usize, |a, b| a.checked_mul(b))
+        };
+        self.sum
+            .iter()
+            .try_fold(0usize, |sum, term| sum.checked_add(product(term)?))
+            .with_context(|| {
+                format!(
+                    "{}: expected a size within the address space, found more",
+                    self.text
+                )
+            })
+    }
+}
+
+/// The state of a claim: what has been taken, and what is wrong.
+struct Claim<'a> {
+    config: &'a Config,
+    checkpoint: &'a Checkpoint,
+    claimed: BTreeSet<String>,
+    /// The first `SHOWN`.
+    problems: Vec<String>,
+    n_problems: usize,
+}
+
+/// Problems that an error lists; the rest is a number.
+const SHOWN: usize = 5;
+
+const FLOATS: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
+
+impl Claim<'_> {
+    /// The weight, or nothing and problems noted.
+    fn weight(&mut self, rule: &Rule, layer: Option<usize>) -> Result<Option<Weight>> {
+        let cols = rule
+            .cols
+            .as_ref()
+            .map(|cols| cols.of(self.config))
+            .transpose()?;
+        let rows = rule
+            .rows
+            .iter()
+            .map(|rows| rows.of(self.config))
+            .collect::<Result<Vec<usize>>>()?;
+        let mut parts: Vec<Tensor> = Vec::new();
+        for (from, rows) in rule.from.iter().zip(&rows) {
+            let name = tensor_name(from, layer);
+            let shape: Vec<usize> = [*rows].into_iter().chain(cols).collect();
+            match self.checkpoint.get(&name) {
+                None => self.absent(&name, &shape, rule),
+                Some(found) if found.shape != shape || !FLOATS.contains(&found.dtype) => self
+                    .problem(|| {
+                        format!(
+                            "{name}: expected {shape:?} bf16, f16 or f32, found {found} in {}",
+                            found.file
+                        )
+                    }),
+                Some(found) => match parts.first().filter(|first| first.dtype != found.dtype) {
+                    Some(first) => self.problem(|| {
+                        format!(
+                            "{name}: expected {} as {}, found {found} in {}",
+                            first.dtype, first.name, found.file
+                        )
+                    }),
+                    None => parts.push(found.clone()),
+                },
+            }
+            self.claimed.insert(name);
+        }
+        if parts.len() < rule.from.len() {
+            return Ok(None);
+        }
+        let unit = rule.unit.of(self.config)?;
+        Ok(Some(Weight {
+            parts,
+            rows,
+            cols: cols.unwrap_or(1),
+            fuse: rule.fuse,
+            split: rule.split,
+            unit,
+        }))
+    }
+
+    fn absent(&mut self, name: &str, shape: &[usize], rule: &Rule) {
+        let dir = self.checkpoint.dir().display();
+        // Of the conditions, only "untied" is false for a tied model and true for this one.
+        let tied = Config {
+            tied: true,
+            ..self.config.clone()
+        };
+        let cure = if (rule.when)(self.config) && !(rule.when)(&tied) {
+            "; config.json says tie_word_embeddings = false, so the head must be there: set the key to true if the embedding is the head"
+        } else {
+            ""
+        };
+        self.problem(|| {
+            format!(
+                "{name}: expected {shape:?} bf16, f16 or f32, found no such tensor in {dir}{cure}"
+            )
+        });
+    }
+
+    /// Gives a tied model its head: the embedding's tensor, divided as the head is. Returns a head of the checkpoint's own with the embedding.
+    fn tie_head(
+        &mut self,
+        section: &Section,
+        map: &mut BTreeMap<WeightId, Weight>,
+    ) -> Option<(Tensor, Tensor)> {
+        let rule = section.model.get(&Role::Head)?;
+        let embed = map.get(&WeightId {
+            role: Role::Embed,
+            layer: None,
+        })?;
+        let table = embed.parts[0].clone();
+        let head = Weight {
+            split: rule.split,
+            fuse: rule.fuse,
+            ..embed.clone()
+        };
+        map.insert(
+            WeightId {
+                role: Role::Head,
+                layer: None,
+            },
+            head,
+        );
+        let spare = self.checkpoint.get(&rule.from[0])?;
+        self.claimed.insert(spare.name.clone());
+        Some((spare.clone(), table))
+    }
+
+    fn leftovers(&mut self, section: &Section) {
+        for tensor in self.checkpoint.tensors() {
+            let name = &tensor.name;
+            if !self.claimed.contains(name)
+                && !section.ignore.iter().any(|pattern| matches(pattern, name))
+            {
+                let Config { arch, n_layers, .. } = self.config;
+                self.problem(|| {
+                    format!("{name}: expected no such tensor in a {arch} model of {n_layers} layers, found {tensor} in {}", tensor.file)
+                });
+            }
+        }
+    }
+
+    fn problem(&mut self, text: impl FnOnce() -> String) {
+        self.n_problems += 1;
+        if self.problems.len() < SHOWN {
+            self.problems.push(text());
+        }
+    }
+
+    fn finish(self) -> Result<()> {
+        match self.n_problems {
+            0 => Ok(()),
+            n if n > SHOWN => bail!("{}; and {} more", self.problems.join("; "), n - SHOWN),
+            _ => bail!("{}", self.problems.join("; ")),
+        }
+    }
+}
+
+fn tensor_name(pattern: &str, layer: Option<usize>) -> String {
+    match layer {
+        Some(layer) => pattern.replace("{}", &layer.to_string()),
+        None => pattern.into(),
+    }
+}
+
+/// `{}` stands for a number.
+fn matches(pattern: &str, name: &str) -> bool {
+    match pattern.split_once("{}") {
+        None => pattern == name,
+        Some((before, after)) => name
+            .strip_prefix(before)
+            .and_then(|rest| rest.strip_suffix(after))
+            .is_some_and(|number| {
+                !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+            }),
+    }
+}
