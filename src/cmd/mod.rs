@@ -11,7 +11,7 @@ mod stats;
 use crate::cpu;
 use crate::decode::{Engine, Sampling};
 use crate::error::machine;
-use crate::model::checkpoint::{self, Checkpoint, Read};
+use crate::model::checkpoint::{Checkpoint, Read};
 use crate::model::config::Config;
 use crate::model::plan::{self, Pass, Plan, Ranks, Storage};
 use crate::model::weights::{self, Table, Weights};
@@ -117,17 +117,11 @@ impl Model {
             return Err(machine("--device cuda: this build runs on the CPU only; use --device cpu"));
         }
         let config = Config::open(dir)?;
-        let table = match &options.weights {
-            None => Table::built_in(),
-            Some(file) => {
-                let text = std::fs::read_to_string(file).with_context(|| format!("{}: cannot be read", file.display()))?;
-                Table::parse(&text).with_context(|| file.display().to_string())?
-            }
-        };
+        let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
         let read = if options.no_mmap { Read::Plain } else { Read::Auto };
         let checkpoint = Checkpoint::open(dir, read)?;
         let weights = weights::claim(&table, &config, &checkpoint)?;
-        let first = weights.iter().find(|(_, w)| w.cols > 1).map(|(_, w)| w.parts[0].dtype).context("the model has no weights")?;
+        let first = weights.iter().find(|(_, w)| w.cols > 1).map(|(_, w)| w.dtype()).context("the model has no weights")?;
 
         let decode = plan::target(&config, Pass::Verify { width: 1 }, Ranks::ONE, &[])?;
         let storage = Storage { weight: first.bytes(), ..cpu::STORAGE };
@@ -211,8 +205,7 @@ fn available_memory() -> Option<u64> {
 fn fetch(weights: &Weights) -> Result<()> {
     let start = Instant::now();
     let mut bar: Option<indicatif::ProgressBar> = None;
-    let tensors = weights.iter().flat_map(|(_, weight)| &weight.parts);
-    let result = checkpoint::load(tensors, &mut |done, total| {
+    let result = weights.load(&mut |done, total| {
         if bar.is_none() && start.elapsed() > Duration::from_secs(1) && io::stderr().is_terminal() {
             let style = "loading {bar:30} {bytes} of {total_bytes}, {binary_bytes_per_sec}";
             let style = indicatif::ProgressStyle::with_template(style).expect("a fixed template");
