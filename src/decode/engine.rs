@@ -2,8 +2,10 @@
 //!
 //! The engine knows tokens only; text, stop strings and terminals are the caller's, who sees each block of tokens and may stop. What a
 //! pass computes is the backend's: the f32 reference or CUDA graphs.
+use super::policy::Costs;
 use super::sample::Sampling;
 use super::sequence::{End, Limits, Record};
+use super::speculate::{Drafting, Source, Speculation, Statistics};
 use anyhow::{bail, Result};
 use std::time::{Duration, Instant};
 
@@ -20,8 +22,14 @@ pub trait Backend {
     fn begin(&mut self, prompt: &[u32], keep: usize, sampling: &Sampling, limits: &Limits) -> Result<()>;
     /// Appends the rows of the next `tokens.len()` prompt tokens to the cache.
     fn prefill(&mut self, tokens: &[u32]) -> Result<()>;
-    /// Queues a verify pass of this width: the root and `width - 1` drafts.
+    /// Queues a verify pass of this width: the root and the first `width - 1` drafts.
     fn verify(&mut self, width: usize) -> Result<()>;
+    /// Queues the drafter behind the passes before: `drafts` drafts for the next verify pass. Needs a drafter.
+    fn draft(&mut self, drafts: usize) -> Result<()>;
+    /// Sets the drafts of the next verify pass by hand.
+    fn set_drafts(&mut self, drafts: &[u32]) -> Result<()>;
+    /// Times of every verify and draft pass, measured on distinct random tokens. The cache must be unused: its contents are lost.
+    fn measure(&mut self) -> Result<Costs>;
     /// What the oldest unread verify pass did; waits for it.
     fn record(&mut self) -> Result<Record>;
     /// Cuts history and caches back to the first `n` tokens of the history.
@@ -95,11 +103,14 @@ pub struct Engine {
     backend: Box<dyn Backend>,
     /// Tokens whose rows the cache holds, in order.
     cached: Vec<u32>,
+    speculation: Option<Speculation>,
 }
 
 impl Engine {
-    pub fn new(backend: Box<dyn Backend>) -> Engine {
-        Engine { backend, cached: Vec::new() }
+    /// With drafting on, the passes are timed first (Backend::measure).
+    pub fn new(mut backend: Box<dyn Backend>, drafting: Drafting) -> Result<Engine> {
+        let speculation = if drafting.on() { Some(Speculation::new(drafting, backend.measure()?)) } else { None };
+        Ok(Engine { backend, cached: Vec::new(), speculation })
     }
 
     pub fn context(&self) -> usize {
@@ -108,6 +119,22 @@ impl Engine {
 
     pub fn counters(&self) -> Counters {
         self.backend.counters()
+    }
+
+    /// None without drafting.
+    pub fn statistics(&self) -> Option<&Statistics> {
+        self.speculation.as_ref().map(|s| &s.statistics)
+    }
+
+    pub fn reset_statistics(&mut self) {
+        if let Some(s) = &mut self.speculation {
+            s.statistics = Statistics::default();
+        }
+    }
+
+    /// Times of the passes as the policy knows them now. None without drafting.
+    pub fn costs(&self) -> Option<&Costs> {
+        self.speculation.as_ref().map(|s| s.costs())
     }
 
     /// Forgets the cache.
@@ -135,7 +162,8 @@ impl Engine {
         // The row of the last common token is computed again: a drafter's row there depends on the token after it.
         let common = self.cached.iter().zip(prompt).take_while(|(a, b)| a == b).count();
         let keep = common.saturating_sub(1).min(prompt.len() - 1);
-        let limits = Limits { end_ids: request.end_ids.to_vec(), max_tokens: request.max_tokens.unwrap_or(usize::MAX), context };
+        let max_tokens = request.max_tokens.unwrap_or(usize::MAX);
+        let limits = Limits { end_ids: request.end_ids.to_vec(), max_tokens, context };
         self.cached.truncate(keep);
         self.backend.begin(prompt, keep, request.sampling, &limits)?;
         let mut answer = Answer {
@@ -147,8 +175,11 @@ impl Engine {
             first_token_time: Duration::ZERO,
             passes: Vec::new(),
         };
-        if prompt.len() == context || request.max_tokens == Some(0) {
-            answer.finish = if request.max_tokens == Some(0) { Finish::Length } else { Finish::Context };
+        if max_tokens == 0 {
+            return Ok(answer);
+        }
+        if prompt.len() == context {
+            answer.finish = Finish::Context;
             return Ok(answer);
         }
 
@@ -164,13 +195,45 @@ impl Engine {
             }
         }
         answer.prefill_time = start.elapsed();
+        self.decode(prompt, max_tokens, start, &mut answer, on_event)?;
+        self.backend.truncate(prompt.len() + answer.tokens.len())?;
+        // The last token's row is not in the cache; neither is the prompt's last when nothing came after it.
+        self.cached.push(prompt[prompt.len() - 1]);
+        self.cached.extend_from_slice(&answer.tokens);
+        self.cached.pop();
+        Ok(answer)
+    }
 
+    /// Cycles until an end. The host is one pass ahead: it queues what follows a verify pass before it reads that pass's record.
+    fn decode(
+        &mut self,
+        prompt: &[u32],
+        max_tokens: usize,
+        start: Instant,
+        answer: &mut Answer,
+        on_event: &mut dyn FnMut(Event) -> Flow,
+    ) -> Result<()> {
         let mut last = Instant::now();
+        // Plain passes queued and not read yet; with drafts in flight it is at most one.
         let mut queued = 0;
-        let finish = loop {
-            while queued < self.backend.queue_depth() {
-                self.backend.verify(1)?;
-                queued += 1;
+        let mut source = Source::Plain;
+        let mut drafts = 0;
+        answer.finish = loop {
+            // Drafts worth making: a pass of w rows gives at most w tokens.
+            let left = |done: usize| (max_tokens - done).min(self.backend.context() - prompt.len() - done);
+            let room = left(answer.tokens.len()).saturating_sub(1);
+            if queued == 0 {
+                self.backend.verify(1 + drafts)?;
+                queued = 1;
+            }
+            let made = self.speculation.as_ref().map_or(0, |s| s.drafts_to_queue(room.saturating_sub(1 + drafts)));
+            if made > 0 {
+                self.backend.draft(made)?;
+            } else if self.speculation.is_none() {
+                while queued < self.backend.queue_depth() {
+                    self.backend.verify(1)?;
+                    queued += 1;
+                }
             }
             let record = self.backend.record()?;
             queued -= 1;
@@ -178,7 +241,8 @@ impl Engine {
             if answer.passes.is_empty() {
                 answer.first_token_time = now - start;
             }
-            answer.passes.push(PassTime { tokens: record.tokens.len(), time: now - last });
+            let time = now - last;
+            answer.passes.push(PassTime { tokens: record.tokens.len(), time });
             last = now;
             let before = answer.tokens.len();
             answer.tokens.extend_from_slice(&record.tokens);
@@ -192,18 +256,31 @@ impl Engine {
                 Some(End::Length) => break Finish::Length,
                 Some(End::Context) => break Finish::Context,
             }
+            if let Some(speculation) = &mut self.speculation {
+                speculation.observe(source, &record, made, time);
+                let room = (max_tokens - answer.tokens.len()).min(self.backend.context() - prompt.len() - answer.tokens.len()) - 1;
+                (source, drafts) = if let Some(script) = &mut speculation.drafting.script {
+                    let mut history = prompt.to_vec();
+                    history.extend_from_slice(&answer.tokens);
+                    let mut wanted = script(&history);
+                    wanted.truncate(room.min(super::MAX_DRAFTS));
+                    self.backend.set_drafts(&wanted)?;
+                    (Source::Script, wanted.len())
+                } else if made > 0 {
+                    (Source::Eagle, made.min(room))
+                } else {
+                    match speculation.ngram_drafts(record.ngram, room) {
+                        0 => (Source::Plain, 0),
+                        n => (Source::Ngram, n),
+                    }
+                };
+                speculation.statistics.host_ms += last.elapsed().as_secs_f64() * 1e3;
+            }
         };
-        // Passes queued beyond the end did nothing (the sequence was over) or are undone here.
-        while queued > 0 {
+        // Passes queued beyond the end did nothing (the sequence was over) or are undone by the caller's truncate.
+        for _ in 0..queued {
             self.backend.record()?;
-            queued -= 1;
         }
-        self.backend.truncate(prompt.len() + answer.tokens.len())?;
-        answer.finish = finish;
-        // The last token's row is not in the cache; neither is the prompt's last when nothing came after it.
-        self.cached.push(prompt[prompt.len() - 1]);
-        self.cached.extend_from_slice(&answer.tokens);
-        self.cached.pop();
-        Ok(answer)
+        Ok(())
     }
 }

@@ -30,6 +30,8 @@ pub struct Record {
     /// Drafts that equalled their sample, up to the end if there was one.
     pub accepted: usize,
     pub drafted: usize,
+    /// Drafts that n-gram search has ready for the next pass; 0 without a match or without n-gram drafting.
+    pub ngram: usize,
     pub end: Option<End>,
 }
 
@@ -74,7 +76,7 @@ impl Sequence {
     /// appends the samples up to the first end. Rows after the first wrong draft are not looked at: their logits mean nothing.
     pub fn accept(&mut self, logits: &mut [f32], drafts: &[u32]) -> Record {
         let vocab = self.counts.in_output.len();
-        let mut record = Record { tokens: Vec::new(), accepted: 0, drafted: drafts.len(), end: self.end };
+        let mut record = Record { tokens: Vec::new(), accepted: 0, drafted: drafts.len(), ngram: 0, end: self.end };
         if self.end.is_some() {
             return record;
         }
