@@ -81,8 +81,8 @@ enum Command {
 /// A command: its own flags, then those that every command has. They say which model runs where.
 macro_rules! command {
     ($(#[$attribute:meta])* $name:ident { $($own:tt)* }) => {
-        $(#[$attribute])*
         #[derive(FromArgs)]
+        $(#[$attribute])*
         struct $name {
             $($own)*
             /// model directory (default: $VOLLEY_MODEL, else models/smollm2-135m-instruct)
@@ -136,7 +136,7 @@ macro_rules! answering_command {
                 /// tokens before an answer may end by itself (default: 0)
                 #[argh(option, from_str_fn(count), default = "0")]
                 min_tokens: usize,
-                /// 0 takes the most likely token, 1 samples the model's own distribution (default: 0)
+                /// from 0, the most likely token, over 1, the model's own distribution, to ever more even (default: 0)
                 #[argh(option, short = 't', from_str_fn(number), default = "Sampling::default().temperature")]
                 temperature: f32,
                 /// sample among the k most likely tokens; 0 is off (default: 0)

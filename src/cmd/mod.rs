@@ -9,7 +9,7 @@ pub mod signal;
 mod stats;
 
 use crate::cpu;
-use crate::decode::{Engine, Sampling};
+use crate::decode::{Drafting, Engine, Sampling};
 use crate::error::machine;
 use crate::model::checkpoint::{Checkpoint, Read};
 use crate::model::config::Config;
@@ -148,7 +148,7 @@ impl Model {
             tell(format_args!("loaded in {:.2} s", start.elapsed().as_secs_f64()));
         }
         let name = dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
-        let engine = Engine::new(Box::new(backend));
+        let engine = Engine::new(Box::new(backend), Drafting::default())?;
         Ok(Model { name, config, engine, decode, storage, dtype: first.to_string(), device: "cpu", verbose: options.verbose })
     }
 
@@ -252,7 +252,8 @@ impl<R: BufRead> Lines<R> {
         if n == 0 {
             return Ok(None);
         }
-        let start = std::mem::replace(&mut self.offset, self.offset + n);
+        let start = self.offset;
+        self.offset += n;
         Ok(Some(text(bytes, start).map(|line| {
             let line = line.strip_suffix('\n').unwrap_or(&line);
             line.strip_suffix('\r').unwrap_or(line).to_string()
