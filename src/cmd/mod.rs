@@ -143,7 +143,7 @@ impl Model {
             tell(format_args!("{decode}"));
         }
         fetch(&weights)?;
-        let backend = cpu::Reference::new(config.clone(), weights, context, &[])?;
+        let backend = cpu::Reference::new(config.clone(), weights, context, None, false)?;
         if verbose {
             tell(format_args!("loaded in {:.2} s", start.elapsed().as_secs_f64()));
         }

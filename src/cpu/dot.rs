@@ -25,7 +25,7 @@ impl<'a> Numbers<'a> {
         let bytes = tensor.bytes();
         let aligned = |e| anyhow::anyhow!("{} in {}: data is not aligned to its type ({e})", tensor.name, tensor.file);
         Ok(match tensor.dtype {
-            Dtype::BF16 => Numbers::Bf16(bytemuck::try_cast_slice(bytes).map_err(aligned)?),
+            Dtype::Bf16 => Numbers::Bf16(bytemuck::try_cast_slice(bytes).map_err(aligned)?),
             Dtype::F16 => Numbers::F16(bytemuck::try_cast_slice(bytes).map_err(aligned)?),
             Dtype::F32 => Numbers::F32(bytemuck::try_cast_slice(bytes).map_err(aligned)?),
             other => bail!("{} in {}: {other:?} weights do not run on the CPU", tensor.name, tensor.file),

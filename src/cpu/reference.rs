@@ -5,17 +5,25 @@
 //! finishes fixed chunks of positions and folds them in ascending order. A row's bits therefore depend on its own token, its position and
 //! the weights, never on how many rows share the pass. The inner products are in dot.rs.
 use super::dot::{self, Numbers};
-use crate::decode::{Backend, Counters, Limits, Record, Sampling, Sequence};
-use crate::model::config::Config;
-use crate::model::plan::{self, Attention, BufferId, Epilogue, Input, Linear, Pass, Plan, Ranks, Step, Storage, MAX_WIDTH};
+use crate::decode::policy::Costs;
+use crate::decode::sample::{gumbel, greedy};
+use crate::decode::{draft_ngram, Backend, Counters, Limits, Record, Sampling, Sequence, MAX_DRAFTS};
+use crate::model::config::{Config, Rope};
+use crate::model::draft::DraftModel;
+use crate::model::plan::{self, Attention, BufferId, BufferKind, Epilogue, Input, Linear, Owner, Pass, Plan, Ranks, Step, Storage, Tokens};
+use crate::model::plan::{FEATURE_ROWS, MAX_WIDTH};
 use crate::model::weights::{Weight, WeightId, Weights};
 use anyhow::{bail, Context, Result};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
+use std::time::Instant;
 
 /// Rows of one prefill call: enough that a weight row is read once for many tokens, small enough to stop on Ctrl-C.
 const PREFILL_ROWS: usize = 64;
+
+/// Rows without drafting after which the drafter's cache is brought up: far below FEATURE_ROWS, and a batch is cheaper than single rows.
+const CATCH_UP: usize = 16;
 
 /// What the CPU stores: weights as the checkpoint has them (two bytes for bf16), f32 keys and values.
 pub const STORAGE: Storage = Storage { weight: 2, kv: 4 };
@@ -24,16 +32,52 @@ pub struct Reference {
     config: Config,
     context: usize,
     weights: Weights,
+    drafter: Option<DraftState>,
+    ngram: bool,
     /// Norm weights and biases as f32.
     vectors: BTreeMap<WeightId, Vec<f32>>,
     plans: BTreeMap<Pass, Rc<Plan>>,
-    taps: Vec<usize>,
-    /// Activations by buffer name, [rows, dim] of the widest plan so far.
+    /// Activations by buffer name, [rows, dim] of the widest plan so far. Features are a ring of FEATURE_ROWS rows by position.
     buffers: BTreeMap<&'static str, Vec<f32>>,
     cache: Cache,
-    inverse_frequencies: Vec<f32>,
+    rotary: Rotary,
     sequence: Option<Sequence>,
+    /// Drafts for the next verify pass.
+    drafts: Vec<u32>,
     records: VecDeque<Record>,
+}
+
+/// The drafter's side: its cache holds rows 0 .. length, one behind nothing or several behind the target's.
+struct DraftState {
+    shape: plan::Drafter,
+    /// Draft id to target id; None: the same ids.
+    map: Option<Vec<u32>>,
+    cache: Cache,
+    rotary: Rotary,
+    length: usize,
+}
+
+struct Rotary {
+    inverse_frequencies: Vec<f32>,
+    factor: f32,
+}
+
+impl Rotary {
+    fn new(rope: &Rope, head_dim: usize) -> Rotary {
+        Rotary { inverse_frequencies: rope.inverse_frequencies(head_dim), factor: rope.attention_factor() }
+    }
+
+    /// Rotates pairs (i, i + dim/2) of one head by position * inverse frequency.
+    fn turn(&self, head: &mut [f32], position: usize) {
+        let half = head.len() / 2;
+        for (i, f) in self.inverse_frequencies.iter().enumerate() {
+            let (sin, cos) = (position as f32 * f).sin_cos();
+            let (sin, cos) = (sin * self.factor, cos * self.factor);
+            let (a, b) = (head[i], head[i + half]);
+            head[i] = a * cos - b * sin;
+            head[i + half] = b * cos + a * sin;
+        }
+    }
 }
 
 /// Keys and values, [layer][kv head][position][head_dim] each.
@@ -46,42 +90,73 @@ struct Cache {
 }
 
 impl Cache {
+    fn new(kv: plan::KvLayout, capacity: usize) -> Cache {
+        let numbers = kv.n_layers * kv.n_kv_heads * capacity * kv.head_dim;
+        Cache { keys: vec![0.0; numbers], values: vec![0.0; numbers], n_kv_heads: kv.n_kv_heads, capacity, head_dim: kv.head_dim }
+    }
+
     /// Start of one head's rows.
     fn at(&self, layer: usize, head: usize) -> usize {
         (layer * self.n_kv_heads + head) * self.capacity * self.head_dim
     }
 }
 
+/// The rows of one execution: `tokens[i]` stands at `position + i`.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    tokens: &'a [u32],
+    position: usize,
+}
+
+impl Rows<'_> {
+    /// Rows a step works on when its output buffer has `most`: the one-row steps of a draft pass have one.
+    fn count(&self, most: usize) -> usize {
+        self.tokens.len().min(most)
+    }
+
+    /// Position of row 0 of a step.
+    fn start(&self, tokens: Tokens) -> usize {
+        match tokens {
+            Tokens::Pass | Tokens::Next => self.position,
+            Tokens::Draft(n) => self.position + self.tokens.len() - 1 + n,
+        }
+    }
+}
+
 impl Reference {
-    /// `context` is the most tokens of prompt and output; `taps` are the layer entries whose hidden state is kept for a drafter.
-    pub fn new(config: Config, weights: Weights, context: usize, taps: &[usize]) -> Result<Reference> {
-        let plan = plan::target(&config, Pass::Prefill { rows: PREFILL_ROWS }, Ranks::ONE, taps)?;
+    /// `context` is the most tokens of prompt and output.
+    pub fn new(config: Config, mut weights: Weights, context: usize, drafter: Option<DraftModel>, ngram: bool) -> Result<Reference> {
+        let taps = drafter.as_ref().map_or(Vec::new(), |d| d.shape.taps.clone());
+        let plan = plan::target(&config, Pass::Prefill { rows: PREFILL_ROWS }, Ranks::ONE, &taps)?;
         let capacity = context + 2 * MAX_WIDTH;
-        let numbers = plan.kv.n_layers * plan.kv.n_kv_heads * capacity * plan.kv.head_dim;
-        let cache = Cache {
-            keys: vec![0.0; numbers],
-            values: vec![0.0; numbers],
-            n_kv_heads: plan.kv.n_kv_heads,
-            capacity,
-            head_dim: plan.kv.head_dim,
+        let drafter = match drafter {
+            None => None,
+            Some(d) => {
+                let kv = plan::drafter(&d.shape, Pass::DraftPrefill { rows: PREFILL_ROWS }, Ranks::ONE)?.kv;
+                weights.add(d.weights);
+                let rotary = Rotary::new(&d.rope, d.shape.head_dim);
+                Some(DraftState { shape: d.shape, map: d.map, cache: Cache::new(kv, capacity), rotary, length: 0 })
+            }
         };
         let vectors = weights
             .iter()
             .filter(|(_, w)| w.cols == 1)
-            .map(|(&id, w)| Ok((id, floats(w)?)))
+            .map(|(id, w)| Ok((id, floats(w)?)))
             .collect::<Result<BTreeMap<_, _>>>()?;
-        let inverse_frequencies = config.rope.inverse_frequencies(config.head_dim);
+        let rotary = Rotary::new(&config.rope, config.head_dim);
         let mut reference = Reference {
             config,
             context,
             weights,
+            drafter,
+            ngram,
             vectors,
             plans: BTreeMap::new(),
-            taps: taps.to_vec(),
             buffers: BTreeMap::new(),
-            cache,
-            inverse_frequencies,
+            cache: Cache::new(plan.kv, capacity),
+            rotary,
             sequence: None,
+            drafts: Vec::new(),
             records: VecDeque::new(),
         };
         reference.add_plan(plan);
@@ -90,9 +165,10 @@ impl Reference {
 
     fn add_plan(&mut self, plan: Plan) -> Rc<Plan> {
         for b in &plan.buffers {
+            let rows = if b.kind == BufferKind::Feature { FEATURE_ROWS } else { b.rows };
             let buffer = self.buffers.entry(b.name).or_default();
-            if buffer.len() < b.rows * b.dim {
-                buffer.resize(b.rows * b.dim, 0.0);
+            if buffer.len() < rows * b.dim {
+                buffer.resize(rows * b.dim, 0.0);
             }
         }
         let plan = Rc::new(plan);
@@ -101,45 +177,59 @@ impl Reference {
     }
 
     fn plan(&mut self, pass: Pass) -> Result<Rc<Plan>> {
-        match self.plans.get(&pass) {
-            Some(plan) => Ok(plan.clone()),
-            None => {
-                let plan = plan::target(&self.config, pass, Ranks::ONE, &self.taps)?;
-                Ok(self.add_plan(plan))
-            }
+        if let Some(plan) = self.plans.get(&pass) {
+            return Ok(plan.clone());
         }
+        let plan = match (pass, &self.drafter) {
+            (Pass::Prefill { .. } | Pass::Verify { .. }, None) => plan::target(&self.config, pass, Ranks::ONE, &[])?,
+            (Pass::Prefill { .. } | Pass::Verify { .. }, Some(d)) => plan::target(&self.config, pass, Ranks::ONE, &d.shape.taps)?,
+            (Pass::DraftPrefill { .. } | Pass::Draft { .. }, Some(d)) => plan::drafter(&d.shape, pass, Ranks::ONE)?,
+            (Pass::DraftPrefill { .. } | Pass::Draft { .. }, None) => bail!("no drafter is loaded"),
+        };
+        Ok(self.add_plan(plan))
     }
 
-    /// Runs every step of a pass but `Accept` over `tokens` at positions `position ..`, and shows each step's output to `observe`:
-    /// the step, its output [rows, dim] and dim.
+    /// Runs every step of a pass but `Accept` over `tokens` at positions `position ..` (drafter passes: the tokens after those of the
+    /// features), and shows each step's output to `observe`: the step, its output [rows, dim] and dim.
     pub fn run(&mut self, pass: Pass, tokens: &[u32], position: usize, observe: &mut dyn FnMut(&Step, &[f32], usize)) -> Result<()> {
         let plan = self.plan(pass)?;
-        if tokens.len() > plan.rows() || position + tokens.len() > self.cache.capacity {
+        if tokens.is_empty() || tokens.len() > plan.rows() || position + tokens.len() > self.cache.capacity {
             bail!("{} rows at position {position}: the plan has {} rows, the cache {}", tokens.len(), plan.rows(), self.cache.capacity);
         }
-        let rows = tokens.len();
+        let rows = Rows { tokens, position };
         for step in &plan.steps {
             let out = match step {
-                Step::Embed { table, out, dim } => {
-                    self.embed(&plan, *table, tokens, *out, *dim)?;
+                Step::Embed { table, tokens, out, dim } => {
+                    self.embed(&plan, *table, *tokens, rows, *out, *dim)?;
                     *out
                 }
                 Step::Linear(linear) => self.linear(&plan, linear, rows)?,
                 Step::Attention(attention) => {
-                    self.attention(&plan, attention, rows, position);
+                    self.attention(&plan, attention, rows);
                     attention.out
                 }
                 Step::Norm { x, weight, out, dim } => {
                     self.norm(&plan, *x, *weight, *out, *dim, rows);
                     *out
                 }
-                Step::AllReduce { .. } | Step::DraftToken { .. } => {
-                    bail!("step {} does not run on the CPU backend, which is one rank", step.name())
+                Step::Select { x, out, dim } => {
+                    let last = (tokens.len() - 1) * dim;
+                    let row = self.buffers[plan.buffer(*x).name][last..last + dim].to_vec();
+                    self.buffer_mut(&plan, *out)[..*dim].copy_from_slice(&row);
+                    *out
                 }
+                Step::DraftToken { logits, vocab, draft } => {
+                    let token = self.draft_token(&self.buffers[plan.buffer(*logits).name][..*vocab], *draft)?;
+                    self.drafts.push(token);
+                    *logits
+                }
+                Step::AllReduce { .. } => bail!("step {} does not run on the CPU backend, which is one rank", step.name()),
                 Step::Accept { .. } => continue,
             };
             let buffer = plan.buffer(out);
-            observe(step, &self.buffers[buffer.name][..rows * buffer.dim], buffer.dim);
+            if buffer.kind != BufferKind::Feature {
+                observe(step, &self.buffers[buffer.name][..rows.count(buffer.rows) * buffer.dim], buffer.dim);
+            }
         }
         Ok(())
     }
@@ -150,41 +240,81 @@ impl Reference {
     }
 
     /// Keys then values of one layer and KV head for positions `0 .. length`, [length, head_dim] each.
-    pub fn kv(&self, layer: usize, head: usize, length: usize) -> (&[f32], &[f32]) {
-        let at = self.cache.at(layer, head);
-        let n = length * self.cache.head_dim;
-        (&self.cache.keys[at..at + n], &self.cache.values[at..at + n])
+    pub fn kv(&self, owner: Owner, layer: usize, head: usize, length: usize) -> (&[f32], &[f32]) {
+        let cache = match owner {
+            Owner::Target => &self.cache,
+            Owner::Drafter => &self.drafter.as_ref().expect("a drafter is loaded").cache,
+        };
+        let at = cache.at(layer, head);
+        let n = length * cache.head_dim;
+        (&cache.keys[at..at + n], &cache.values[at..at + n])
     }
 
-    fn embed(&mut self, plan: &Plan, table: WeightId, tokens: &[u32], out: BufferId, dim: usize) -> Result<()> {
-        let weight = self.weights.get(table);
-        let numbers = Numbers::of(&weight.parts[0])?;
-        let out = self.buffers.get_mut(plan.buffer(out).name).expect("planned");
-        for (row, &token) in out.chunks_exact_mut(dim).zip(tokens) {
+    fn buffer_mut(&mut self, plan: &Plan, id: BufferId) -> &mut [f32] {
+        self.buffers.get_mut(plan.buffer(id).name).expect("buffers of a plan exist")
+    }
+
+    fn embed(&mut self, plan: &Plan, table: WeightId, tokens: Tokens, rows: Rows, out: BufferId, dim: usize) -> Result<()> {
+        let draft;
+        let tokens = match tokens {
+            Tokens::Pass | Tokens::Next => rows.tokens,
+            Tokens::Draft(n) => {
+                draft = [self.drafts[n - 1]];
+                &draft
+            }
+        };
+        let weight = self.weights.get(table).parts[0].clone();
+        let numbers = Numbers::of(&weight)?;
+        for (row, &token) in self.buffer_mut(plan, out).chunks_exact_mut(dim).zip(tokens) {
             numbers.copy(token as usize * dim, row);
         }
         Ok(())
     }
 
-    fn norm(&mut self, plan: &Plan, x: BufferId, weight: WeightId, out: BufferId, dim: usize, rows: usize) {
-        let normed = self.scaled_input(plan, &Input { x, dim, column: 0, norm: Some(weight) }, rows);
-        let out = self.buffers.get_mut(plan.buffer(out).name).expect("planned");
-        for r in 0..rows {
+    fn norm(&mut self, plan: &Plan, x: BufferId, weight: WeightId, out: BufferId, dim: usize, rows: Rows) {
+        let n = rows.count(plan.buffer(out).rows);
+        let normed = self.scaled_input(plan, &Input { x, dim, column: 0, norm: Some(weight) }, rows, n);
+        let out = self.buffer_mut(plan, out);
+        for r in 0..n {
             for i in 0..dim {
                 out[r * dim + i] = normed.x[r * dim + i] * normed.inv[r];
             }
         }
     }
 
+    /// The best token of one row of the drafter's logits, with the noise of its position: where the drafter agrees with the target, both
+    /// then choose the same token at any temperature.
+    fn draft_token(&self, logits: &[f32], draft: usize) -> Result<u32> {
+        let sequence = self.sequence.as_ref().context("no sequence was begun")?;
+        let sampling = &sequence.sampling;
+        let map = self.drafter.as_ref().and_then(|d| d.map.as_ref());
+        let target_id = |id: usize| map.map_or(id as u32, |map| map[id]);
+        let (best, max) = greedy(logits);
+        if sampling.temperature == 0.0 {
+            return Ok(target_id(best as usize));
+        }
+        let position = (sequence.history.len() + draft - 1) as u64;
+        let mut chosen = (f32::NEG_INFINITY, target_id(best as usize));
+        for (id, &l) in logits.iter().enumerate() {
+            let id = target_id(id);
+            let score = (l - max) / sampling.temperature + gumbel(sampling.seed, position, id);
+            if score > chosen.0 {
+                chosen = (score, id);
+            }
+        }
+        Ok(chosen.1)
+    }
+
     /// x * norm weight, and 1/rms of each row (1 without a norm).
-    fn scaled_input(&self, plan: &Plan, input: &Input, rows: usize) -> Scaled {
+    fn scaled_input(&self, plan: &Plan, input: &Input, rows: Rows, n: usize) -> Scaled {
         let buffer = plan.buffer(input.x);
         let all = &self.buffers[buffer.name];
         let weight = input.norm.map(|id| &self.vectors[&id]);
-        let mut x = Vec::with_capacity(rows * input.dim);
-        let mut inv = vec![1.0; rows];
-        for r in 0..rows {
-            let row = &all[r * buffer.dim + input.column..][..input.dim];
+        let mut x = Vec::with_capacity(n * input.dim);
+        let mut inv = vec![1.0; n];
+        for r in 0..n {
+            let at = if buffer.kind == BufferKind::Feature { (rows.position + r) % FEATURE_ROWS } else { r };
+            let row = &all[at * buffer.dim + input.column..][..input.dim];
             match weight {
                 None => x.extend_from_slice(row),
                 Some(weight) => {
@@ -196,9 +326,15 @@ impl Reference {
         Scaled { x, inv, dim: input.dim }
     }
 
-    fn linear(&mut self, plan: &Plan, linear: &Linear, rows: usize) -> Result<BufferId> {
+    fn linear(&mut self, plan: &Plan, linear: &Linear, at: Rows) -> Result<BufferId> {
         let weight = self.weights.get(linear.weight);
-        let inputs: Vec<Scaled> = linear.inputs.iter().map(|i| self.scaled_input(plan, i, rows)).collect();
+        let (Epilogue::Store { out }
+        | Epilogue::SiluMul { out }
+        | Epilogue::Residual { x: out, .. }
+        | Epilogue::Partial { out }
+        | Epilogue::Logits { out }) = linear.epilogue;
+        let rows = at.count(plan.buffer(out).rows);
+        let inputs: Vec<Scaled> = linear.inputs.iter().map(|i| self.scaled_input(plan, i, at, rows)).collect();
         // [n, rows]: one weight row meets every token while it is in the cache.
         let mut sums = vec![0.0f32; linear.n * rows];
         let mut first = 0;
@@ -212,57 +348,53 @@ impl Reference {
                 row.iter_mut().for_each(|y| *y += b);
             }
         }
-        let mut out = |id: BufferId| {
-            let b = plan.buffer(id);
-            (self.buffers.get_mut(b.name).expect("planned"), b.dim)
-        };
-        Ok(match &linear.epilogue {
-            Epilogue::Store { out: id } | Epilogue::Logits { out: id } => {
-                let (out, dim) = out(*id);
-                for n in 0..linear.n {
-                    for r in 0..rows {
-                        out[r * dim + n] = sums[n * rows + r];
+        let dim = plan.buffer(out).dim;
+        let n = linear.n;
+        let target = self.buffer_mut(plan, out);
+        match &linear.epilogue {
+            Epilogue::Store { .. } | Epilogue::Logits { .. } => {
+                for (i, sums) in sums.chunks_exact(rows).enumerate() {
+                    sums.iter().enumerate().for_each(|(r, y)| target[r * dim + i] = *y);
+                }
+            }
+            Epilogue::SiluMul { .. } => {
+                let (gates, ups) = sums.split_at(n / 2 * rows);
+                for (i, (gates, ups)) in gates.chunks_exact(rows).zip(ups.chunks_exact(rows)).enumerate() {
+                    for (r, (gate, up)) in gates.iter().zip(ups).enumerate() {
+                        target[r * dim + i] = gate / (1.0 + (-gate).exp()) * up;
                     }
                 }
-                *id
             }
-            Epilogue::SiluMul { out: id } => {
-                let (out, dim) = out(*id);
-                let half = linear.n / 2;
-                for n in 0..half {
-                    for r in 0..rows {
-                        let gate = sums[n * rows + r];
-                        out[r * dim + n] = gate / (1.0 + (-gate).exp()) * sums[(half + n) * rows + r];
-                    }
-                }
-                *id
-            }
-            Epilogue::Residual { x, tap } => {
-                let (out, dim) = out(*x);
-                for n in 0..linear.n {
-                    for r in 0..rows {
-                        out[r * dim + n] += sums[n * rows + r];
-                    }
+            Epilogue::Residual { tap, .. } => {
+                for (i, sums) in sums.chunks_exact(rows).enumerate() {
+                    sums.iter().enumerate().for_each(|(r, y)| target[r * dim + i] += y);
                 }
                 if let Some(tap) = tap {
-                    let x = self.buffers[plan.buffer(*x).name][..rows * dim].to_vec();
-                    let features = plan.buffer(tap.out);
-                    let kept = self.buffers.get_mut(features.name).expect("planned");
-                    for r in 0..rows {
-                        kept[r * features.dim + tap.column..][..dim].copy_from_slice(&x[r * dim..][..dim]);
+                    let x = target[..rows * dim].to_vec();
+                    let features = plan.buffer(tap.out).dim;
+                    let ring = self.buffer_mut(plan, tap.out);
+                    for (r, x) in x.chunks_exact(dim).enumerate() {
+                        let row = (at.position + r) % FEATURE_ROWS;
+                        ring[row * features + tap.column..][..dim].copy_from_slice(x);
                     }
                 }
-                *x
             }
             Epilogue::Partial { .. } => bail!("{} is split over ranks; the CPU backend is one rank", linear.weight),
-        })
+        }
+        Ok(out)
     }
 
-    fn attention(&mut self, plan: &Plan, a: &Attention, rows: usize, position: usize) {
+    fn attention(&mut self, plan: &Plan, a: &Attention, at: Rows) {
         let dim = a.head_dim;
         let width = (a.n_heads + 2 * a.n_kv_heads) * dim;
+        let rows = at.count(plan.buffer(a.out).rows);
+        let position = at.start(a.tokens);
         let mut qkv = self.buffers[plan.buffer(a.qkv).name][..rows * width].to_vec();
-        let factor = self.config.rope.attention_factor();
+        let (cache, rotary) = match (a.owner, &mut self.drafter) {
+            (Owner::Target, _) => (&mut self.cache, &self.rotary),
+            (Owner::Drafter, Some(d)) => (&mut d.cache, &d.rotary),
+            (Owner::Drafter, None) => unreachable!("plans of a drafter need one"),
+        };
         for (r, row) in qkv.chunks_exact_mut(width).enumerate() {
             let (q, kv) = row.split_at_mut(a.n_heads * dim);
             let (k, v) = kv.split_at_mut(a.n_kv_heads * dim);
@@ -272,17 +404,17 @@ impl Reference {
                         let inv = 1.0 / (dot::sum_of_squares(head) / dim as f32 + plan.norm_eps).sqrt();
                         head.iter_mut().zip(&self.vectors[&id]).for_each(|(x, w)| *x *= inv * w);
                     }
-                    rope(head, position + r, &self.inverse_frequencies, factor);
+                    rotary.turn(head, position + r);
                 }
             }
             for head in 0..a.n_kv_heads {
-                let at = self.cache.at(a.layer, head) + (position + r) * dim;
-                self.cache.keys[at..at + dim].copy_from_slice(&k[head * dim..][..dim]);
-                self.cache.values[at..at + dim].copy_from_slice(&v[head * dim..][..dim]);
+                let at = cache.at(a.layer, head) + (position + r) * dim;
+                cache.keys[at..at + dim].copy_from_slice(&k[head * dim..][..dim]);
+                cache.values[at..at + dim].copy_from_slice(&v[head * dim..][..dim]);
             }
         }
-        let (cache, group) = (&self.cache, a.n_heads / a.n_kv_heads);
-        let out = self.buffers.get_mut(plan.buffer(a.out).name).expect("planned");
+        let (cache, group) = (&*cache, a.n_heads / a.n_kv_heads);
+        let out = self.buffers.get_mut(plan.buffer(a.out).name).expect("buffers of a plan exist");
         out[..rows * a.n_heads * dim].par_chunks_exact_mut(dim).enumerate().for_each(|(i, out)| {
             let (r, head) = (i / a.n_heads, i % a.n_heads);
             let q = &qkv[r * width + head * dim..][..dim];
@@ -290,6 +422,21 @@ impl Reference {
             let n = (position + r + 1) * dim;
             attend(q, &cache.keys[at..at + n], &cache.values[at..at + n], out);
         });
+    }
+
+    /// Brings the drafter's cache to `length` rows, from the features of the rows it lacks.
+    fn catch_up(&mut self, length: usize) -> Result<()> {
+        while let (Some(d), Some(sequence)) = (&self.drafter, &self.sequence) {
+            let from = d.length;
+            let n = length.saturating_sub(from).min(PREFILL_ROWS);
+            if n == 0 {
+                break;
+            }
+            let tokens = sequence.history[from + 1..from + 1 + n].to_vec();
+            self.run(Pass::DraftPrefill { rows: PREFILL_ROWS }, &tokens, from, &mut |_, _, _| {})?;
+            self.drafter.as_mut().expect("checked above").length = from + n;
+        }
+        Ok(())
     }
 
     fn sequence(&mut self) -> Result<&mut Sequence> {
@@ -359,18 +506,6 @@ pub fn chunk_end(start: usize) -> usize {
         }
 }
 
-/// Rotates pairs (i, i + dim/2) of one head by position * inverse frequency.
-fn rope(head: &mut [f32], position: usize, inverse_frequencies: &[f32], factor: f32) {
-    let half = head.len() / 2;
-    for (i, f) in inverse_frequencies.iter().enumerate() {
-        let (sin, cos) = (position as f32 * f).sin_cos();
-        let (sin, cos) = (sin * factor, cos * factor);
-        let (a, b) = (head[i], head[i + half]);
-        head[i] = a * cos - b * sin;
-        head[i + half] = b * cos + a * sin;
-    }
-}
-
 /// A vector weight as f32, its parts joined.
 fn floats(weight: &Weight) -> Result<Vec<f32>> {
     let mut all = Vec::new();
@@ -400,7 +535,13 @@ impl Backend for Reference {
     }
 
     fn begin(&mut self, prompt: &[u32], keep: usize, sampling: &Sampling, limits: &Limits) -> Result<()> {
+        // Rows that the drafter lacks are made from features that the next prefill overwrites.
+        self.catch_up(keep)?;
+        if let Some(d) = &mut self.drafter {
+            d.length = keep;
+        }
         self.records.clear();
+        self.drafts.clear();
         self.sequence = Some(Sequence::new(prompt, keep, self.config.vocab, sampling.clone(), limits.clone()));
         Ok(())
     }
@@ -409,23 +550,82 @@ impl Backend for Reference {
         let position = self.sequence()?.length;
         self.run(Pass::Prefill { rows: PREFILL_ROWS }, tokens, position, &mut |_, _, _| {})?;
         self.sequence()?.length += tokens.len();
-        Ok(())
+        self.catch_up(position + tokens.len())
     }
 
     fn verify(&mut self, width: usize) -> Result<()> {
+        let mut drafts = std::mem::take(&mut self.drafts);
+        drafts.truncate(width - 1);
         let sequence = self.sequence()?;
-        if sequence.end.is_some() {
-            let record = sequence.accept(&mut [], &[]);
-            self.records.push_back(record);
-            return Ok(());
+        let mut record = sequence.accept(&mut [], &[]);
+        if sequence.end.is_none() {
+            let mut tokens = vec![sequence.root()];
+            tokens.extend_from_slice(&drafts);
+            let position = sequence.length;
+            if self.drafter.as_ref().is_some_and(|d| position - d.length >= CATCH_UP) {
+                self.catch_up(position)?;
+            }
+            self.run(Pass::Verify { width }, &tokens, position, &mut |_, _, _| {})?;
+            let n = self.config.vocab * tokens.len();
+            let logits = &mut self.buffers.get_mut("logits").expect("a verify pass has logits")[..n];
+            let sequence = self.sequence.as_mut().expect("begun above");
+            record = sequence.accept(logits, &drafts);
+            if self.ngram {
+                self.drafts = draft_ngram::search(&sequence.history, MAX_DRAFTS).drafts;
+                record.ngram = self.drafts.len();
+            }
         }
-        let (tokens, position) = ([sequence.root()], sequence.length);
-        self.run(Pass::Verify { width }, &tokens, position, &mut |_, _, _| {})?;
-        let n = self.config.vocab * tokens.len();
-        let logits = &mut self.buffers.get_mut("logits").expect("planned")[..n];
-        let record = self.sequence.as_mut().expect("checked above").accept(logits, &[]);
         self.records.push_back(record);
         Ok(())
+    }
+
+    fn draft(&mut self, drafts: usize) -> Result<()> {
+        let length = self.sequence()?.length;
+        if self.sequence()?.end.is_some() {
+            return Ok(());
+        }
+        let Some(d) = &self.drafter else { bail!("no drafter is loaded") };
+        if length - d.length > MAX_DRAFTS + 1 {
+            self.catch_up(length - 1)?;
+        }
+        let from = self.drafter.as_ref().expect("checked above").length;
+        let tokens = self.sequence()?.history[from + 1..length + 1].to_vec();
+        self.drafts.clear();
+        self.run(Pass::Draft { width: MAX_DRAFTS + 1, drafts }, &tokens, from, &mut |_, _, _| {})?;
+        self.drafter.as_mut().expect("checked above").length = length;
+        Ok(())
+    }
+
+    fn set_drafts(&mut self, drafts: &[u32]) -> Result<()> {
+        self.drafts = drafts.to_vec();
+        Ok(())
+    }
+
+    fn measure(&mut self) -> Result<Costs> {
+        let tokens: Vec<u32> = (0..=MAX_DRAFTS as u32).map(|i| (i + 1) * 7919 % self.config.vocab as u32).collect();
+        let limits = Limits { end_ids: Vec::new(), max_tokens: 1, context: self.context };
+        self.begin(&tokens[..1], 0, &Sampling::default(), &limits)?;
+        let has_drafter = self.drafter.is_some();
+        let mut time = |pass: Pass, tokens: &[u32]| -> Result<f64> {
+            let mut best = f64::INFINITY;
+            for _ in 0..3 {
+                self.drafts.clear();
+                let start = Instant::now();
+                self.run(pass, tokens, 0, &mut |_, _, _| {})?;
+                best = best.min(start.elapsed().as_secs_f64() * 1e3);
+            }
+            Ok(best)
+        };
+        let mut costs = Costs { verify: [0.0; MAX_DRAFTS + 1], draft: [0.0; MAX_DRAFTS] };
+        for width in 1..=MAX_DRAFTS + 1 {
+            costs.verify[width - 1] = time(Pass::Verify { width }, &tokens[..width])?;
+        }
+        if has_drafter {
+            for drafts in 1..=MAX_DRAFTS {
+                costs.draft[drafts - 1] = time(Pass::Draft { width: MAX_DRAFTS + 1, drafts }, &tokens)?;
+            }
+        }
+        Ok(costs)
     }
 
     fn record(&mut self) -> Result<Record> {
@@ -433,7 +633,13 @@ impl Backend for Reference {
     }
 
     fn truncate(&mut self, n: usize) -> Result<()> {
-        self.sequence()?.truncate(n);
+        let sequence = self.sequence()?;
+        sequence.truncate(n);
+        let length = sequence.length;
+        if let Some(d) = &mut self.drafter {
+            d.length = d.length.min(length);
+        }
+        self.drafts.clear();
         Ok(())
     }
 

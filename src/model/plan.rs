@@ -14,6 +14,9 @@ use std::fmt;
 /// Widest verify pass. Caches hold `context + 2 * MAX_WIDTH` rows, so that a pass may write past the end of the context.
 pub const MAX_WIDTH: usize = 16;
 
+/// Rows of the ring of tapped features, indexed by position: one prefill chunk.
+pub const FEATURE_ROWS: usize = 1024;
+
 /// Rows of the prefill graphs; the count in use is data on the device.
 pub const PREFILL_ROWS: [usize; 4] = [16, 64, 256, 1024];
 
@@ -60,7 +63,7 @@ pub enum BufferKind {
     Activation,
     /// f32 everywhere: what sampling reads.
     Logits,
-    /// Written by one pass and read by another (tapped features): survives the pass, same storage in all plans.
+    /// Tapped features: written by the target's passes, read by the drafter's; a ring of FEATURE_ROWS rows by position.
     Feature,
 }
 

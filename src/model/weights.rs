@@ -27,6 +27,24 @@ pub enum Role {
     GateUpBias,
     Down,
     DownBias,
+    // An EAGLE-3 drafter's.
+    DraftEmbed,
+    FcInputNorm,
+    /// One per tapped feature; `layer` counts them.
+    FcNorm,
+    Fc,
+    EmbedNorm,
+    FeatureNorm,
+    DraftQkv,
+    DraftQkvBias,
+    DraftQNorm,
+    DraftKNorm,
+    DraftO,
+    DraftFfnNorm,
+    DraftGateUp,
+    DraftDown,
+    DraftNorm,
+    DraftHead,
 }
 
 /// A weight of a model; weights of the whole model have no layer.
@@ -34,6 +52,12 @@ pub enum Role {
 pub struct WeightId {
     pub layer: Option<usize>,
     pub role: Role,
+}
+
+impl WeightId {
+    pub fn new(role: Role, layer: Option<usize>) -> WeightId {
+        WeightId { layer, role }
+    }
 }
 
 /// The tensors of one weight, checked: parts[i] is [rows[i], cols], or [rows[i]] for vectors, bf16, f16 or f32, all of one dtype.
@@ -158,6 +182,12 @@ impl Weights {
         self.map.iter().map(|(id, weight)| (*id, weight))
     }
 
+    /// Joins the weights of a drafter to those of its target.
+    pub fn add(&mut self, other: Weights) {
+        self.map.extend(other.map);
+        self.notes.extend(other.notes);
+    }
+
     /// Makes the bytes of all parts ready; see `checkpoint::load`.
     pub fn load(&self, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
         checkpoint::load(self.map.values().flat_map(|weight| &weight.parts), progress)
@@ -260,7 +290,7 @@ impl fmt::Display for Role {
     }
 }
 
-const ROLES: [(Role, &str); 15] = [
+const ROLES: [(Role, &str); 31] = [
     (Role::Embed, "embed"),
     (Role::FinalNorm, "final_norm"),
     (Role::Head, "head"),
@@ -276,6 +306,22 @@ const ROLES: [(Role, &str); 15] = [
     (Role::GateUpBias, "gate_up_bias"),
     (Role::Down, "down"),
     (Role::DownBias, "down_bias"),
+    (Role::DraftEmbed, "draft_embed"),
+    (Role::FcInputNorm, "fc_input_norm"),
+    (Role::FcNorm, "fc_norm"),
+    (Role::Fc, "fc"),
+    (Role::EmbedNorm, "embed_norm"),
+    (Role::FeatureNorm, "feature_norm"),
+    (Role::DraftQkv, "draft_qkv"),
+    (Role::DraftQkvBias, "draft_qkv_bias"),
+    (Role::DraftQNorm, "draft_q_norm"),
+    (Role::DraftKNorm, "draft_k_norm"),
+    (Role::DraftO, "draft_o"),
+    (Role::DraftFfnNorm, "draft_ffn_norm"),
+    (Role::DraftGateUp, "draft_gate_up"),
+    (Role::DraftDown, "draft_down"),
+    (Role::DraftNorm, "draft_norm"),
+    (Role::DraftHead, "draft_head"),
 ];
 
 /// What `rows`, `cols` and `unit` may name.
