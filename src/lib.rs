@@ -4,7 +4,6 @@ pub mod cmd;
 pub mod cpu;
 pub mod decode;
 pub mod error;
-#[cfg(any())]
 pub mod gpu;
 pub mod model;
 pub mod text;

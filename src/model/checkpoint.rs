@@ -4,7 +4,7 @@
 //! (github.com/huggingface/safetensors).
 use anyhow::{bail, Context, Result};
 use memmap2::{Advice, Mmap};
-use serde::de::{DeserializeOwned, IgnoredAny, MapAccess, Visitor};
+use serde::de::{DeserializeOwned, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -775,7 +775,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Pairs<T> {
                 let mut pairs = Vec::new();
                 while let Some(name) = map.next_key::<String>()? {
                     if name == "__metadata__" {
-                        map.next_value::<IgnoredAny>()?;
+                        map.next_value::<BTreeMap<String, String>>()?;
                     } else {
                         pairs.push((name, map.next_value()?));
                     }
@@ -788,8 +788,9 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Pairs<T> {
 }
 
 fn parse_json<T: DeserializeOwned>(text: &[u8], path: &Path) -> Result<T> {
-    serde_json::from_slice(text)
-        .with_context(|| format!("{}: expected JSON as described", path.display()))
+    // All of it, as the JSON reader does not look into strings that nobody wants.
+    let text = std::str::from_utf8(text).with_context(|| format!("{}: expected UTF-8", path.display()))?;
+    serde_json::from_str(text).with_context(|| format!("{}: expected JSON as described", path.display()))
 }
 
 /// Whether pages of the file come over a network, or through a daemon, one request at a time.

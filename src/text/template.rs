@@ -3,7 +3,7 @@
 
 use anyhow::{anyhow, Result};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Rest, Serde, Value};
+use minijinja::value::{Kwargs, Rest, Serde, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value as Json};
@@ -61,14 +61,10 @@ impl ChatTemplate {
         );
         environment
             .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.set_formatter(|out, state, value| {
-            match (value.is_none(), bool::try_from(value.clone())) {
-                (true, _) => Ok(out.write_str("None")?),
-                (_, Ok(truth)) if value.kind() == minijinja::value::ValueKind::Bool => {
-                    Ok(out.write_str(if truth { "True" } else { "False" })?)
-                }
-                _ => minijinja::escape_formatter(out, state, value),
-            }
+        environment.set_formatter(|out, state, value| match value.kind() {
+            ValueKind::None => Ok(out.write_str("None")?), // Python's spelling
+            ValueKind::Bool => Ok(out.write_str(if value.is_true() { "True" } else { "False" })?),
+            _ => minijinja::escape_formatter(out, state, value),
         });
         environment.add_function(
             "raise_exception",

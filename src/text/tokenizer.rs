@@ -8,6 +8,7 @@ use anyhow::{anyhow, bail, ensure, Context, Result};
 use serde::Deserialize;
 use serde_json::{Map, Value as Json};
 use std::borrow::Cow;
+use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::io::ErrorKind;
 use std::path::Path;
@@ -320,8 +321,13 @@ impl PreTokenizer for Unguard {
     fn pre_tokenize(&self, text: &mut PreTokenizedString) -> tokenizers::Result<()> {
         text.normalize(|part| {
             if part.get().contains(GUARD) {
-                let after_guard = std::cell::Cell::new(false);
-                part.filter(|c| c != GUARD || after_guard.replace(!after_guard.get()));
+                // Of two in a row the second is kept: that is a doubled one.
+                let after_guard = Cell::new(false);
+                part.filter(|c| {
+                    let doubled = after_guard.get();
+                    after_guard.set(c == GUARD && !doubled);
+                    c != GUARD || doubled
+                });
             }
             Ok(())
         })?;
