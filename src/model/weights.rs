@@ -122,23 +122,12 @@ pub struct Table {
 pub fn claim(table: &Table, config: &Config, checkpoint: &Checkpoint) -> Result<Weights> {
     let section = table.sections.get(&config.arch).with_context(|| {
         let known: Vec<&str> = table.sections.keys().map(String::as_str).collect();
-        format!(
-            "{}: expected one of the table of weights, {}, found none",
-            config.arch,
-            known.join(", ")
-        )
+        format!("{}: expected one of the table of weights, {}, found none", config.arch, known.join(", "))
     })?;
-    let mut claim = Claim {
-        config,
-        checkpoint,
-        claimed: BTreeSet::new(),
-        problems: Vec::new(),
-        n_problems: 0,
-    };
+    let mut claim = Claim { config, checkpoint, claimed: BTreeSet::new(), problems: Vec::new(), n_problems: 0 };
     let mut map = BTreeMap::new();
     let model_rules = section.model.iter().map(|rule| (None, rule));
-    let layer_rules = (0..config.n_layers)
-        .flat_map(|layer| section.layer.iter().map(move |rule| (Some(layer), rule)));
+    let layer_rules = (0..config.n_layers).flat_map(|layer| section.layer.iter().map(move |rule| (Some(layer), rule)));
     for (layer, (role, rule)) in model_rules.chain(layer_rules) {
         if (rule.when)(config) {
             if let Some(weight) = claim.weight(rule, layer)? {
@@ -146,11 +135,7 @@ pub fn claim(table: &Table, config: &Config, checkpoint: &Checkpoint) -> Result<
             }
         }
     }
-    let spare = if config.tied {
-        claim.tie_head(section, &mut map)
-    } else {
-        None
-    };
+    let spare = if config.tied { claim.tie_head(section, &mut map) } else { None };
     claim.leftovers(section);
     claim.finish()?;
 
@@ -169,9 +154,7 @@ pub fn claim(table: &Table, config: &Config, checkpoint: &Checkpoint) -> Result<
 impl Weights {
     /// Panics when the model has no such weight: the plan asks for what the config promises, and `claim` has checked that.
     pub fn get(&self, id: WeightId) -> &Weight {
-        self.find(id).unwrap_or_else(|| {
-            panic!("the plan asks for {id}, which the table of weights does not have")
-        })
+        self.find(id).unwrap_or_else(|| panic!("the plan asks for {id}, which the table of weights does not have"))
     }
 
     pub fn find(&self, id: WeightId) -> Option<&Weight> {
@@ -206,16 +189,9 @@ impl Weight {
 
     /// The slice of each part that `rank` of `ranks` holds. An uneven split is an error that lists the numbers of ranks, up to 8, that work.
     pub fn part_of_rank(&self, rank: usize, ranks: usize) -> Result<Vec<Slice>> {
-        ensure!(
-            rank < ranks,
-            "{}: expected a rank below {ranks}, found {rank}",
-            self.parts[0].name
-        );
+        ensure!(rank < ranks, "{}: expected a rank below {ranks}, found {rank}", self.parts[0].name);
         self.slices(rank, ranks).with_context(|| {
-            let work: Vec<String> = (1..=8)
-                .filter(|n| self.slices(0, *n).is_some())
-                .map(|n| n.to_string())
-                .collect();
+            let work: Vec<String> = (1..=8).filter(|n| self.slices(0, *n).is_some()).map(|n| n.to_string()).collect();
             format!(
                 "{}: expected a number of ranks that divides {}, {}, found {ranks}",
                 self.parts[0].name,
@@ -240,26 +216,11 @@ impl Weight {
         let slice = |rows: &usize| {
             let (all_rows, all_cols) = (0..*rows, 0..self.cols);
             Some(match self.split {
-                Split::Replicated => Slice {
-                    rows: all_rows,
-                    cols: all_cols,
-                },
-                Split::Rows | Split::Vocab => Slice {
-                    rows: even(*rows)?,
-                    cols: all_cols,
-                },
-                Split::Columns => Slice {
-                    rows: all_rows,
-                    cols: even(self.cols)?,
-                },
-                Split::Heads if rows < most => Slice {
-                    rows: even(*rows).or_else(|| replicated(*rows))?,
-                    cols: all_cols,
-                },
-                Split::Heads => Slice {
-                    rows: even(*rows)?,
-                    cols: all_cols,
-                },
+                Split::Replicated => Slice { rows: all_rows, cols: all_cols },
+                Split::Rows | Split::Vocab => Slice { rows: even(*rows)?, cols: all_cols },
+                Split::Columns => Slice { rows: all_rows, cols: even(self.cols)? },
+                Split::Heads if rows < most => Slice { rows: even(*rows).or_else(|| replicated(*rows))?, cols: all_cols },
+                Split::Heads => Slice { rows: even(*rows)?, cols: all_cols },
             })
         };
         self.rows.iter().map(slice).collect()
@@ -282,10 +243,7 @@ impl fmt::Display for WeightId {
 /// As in weights.toml.
 impl fmt::Display for Role {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let (_, name) = ROLES
-            .iter()
-            .find(|(role, _)| role == self)
-            .expect("ROLES lists every role");
+        let (_, name) = ROLES.iter().find(|(role, _)| role == self).expect("ROLES lists every role");
         f.write_str(name)
     }
 }
@@ -325,7 +283,7 @@ const ROLES: [(Role, &str); 31] = [
 ];
 
 /// What `rows`, `cols` and `unit` may name.
-const TERMS: [(&str, fn(&Config) -> usize); 6] = [
+const TERMS: [(&str, Term); 6] = [
     ("hidden", |config| config.hidden),
     ("n_heads", |config| config.n_heads),
     ("n_kv_heads", |config| config.n_kv_heads),
@@ -342,6 +300,7 @@ const CONDITIONS: [(&str, Condition); 4] = [
     ("untied", |config| !config.tied),
 ];
 
+type Term = fn(&Config) -> usize;
 type Condition = fn(&Config) -> bool;
 
 struct Section {
@@ -371,7 +330,7 @@ struct Size {
 #[derive(Clone, Copy)]
 enum Factor {
     Number(usize),
-    Term(fn(&Config) -> usize),
+    Term(Term),
 }
 
 impl Table {
@@ -382,40 +341,29 @@ impl Table {
 
     /// The table of `--weights FILE`.
     pub fn open(path: &Path) -> Result<Table> {
-        let text = std::fs::read_to_string(path)
-            .with_context(|| format!("{}: expected a table of weights", path.display()))?;
+        let text = std::fs::read_to_string(path).with_context(|| format!("{}: expected a table of weights", path.display()))?;
         Table::parse(&text).with_context(|| path.display().to_string())
     }
 
     pub fn parse(text: &str) -> Result<Table> {
         // toml's own errors show the line over several lines; ours are one line.
-        let files: BTreeMap<String, SectionFile> = toml::from_str(text)
-            .map_err(|error| anyhow::anyhow!("{}", error.to_string().trim().replace('\n', " ")))?;
+        let files: BTreeMap<String, SectionFile> =
+            toml::from_str(text).map_err(|error| anyhow::anyhow!("{}", error.to_string().trim().replace('\n', " ")))?;
         let mut sections = BTreeMap::new();
         for (arch, file) in &files {
             let base = match &file.like {
                 None => None,
                 Some(like) => match files.get(like) {
                     Some(base) if base.like.is_none() => Some(base),
-                    _ => bail!(
-                        "{arch}: like: expected a section that stands for itself, found {like:?}"
-                    ),
+                    _ => bail!("{arch}: like: expected a section that stands for itself, found {like:?}"),
                 },
             };
-            let mut section = Section {
-                model: BTreeMap::new(),
-                layer: BTreeMap::new(),
-                ignore: Vec::new(),
-            };
+            let mut section = Section { model: BTreeMap::new(), layer: BTreeMap::new(), ignore: Vec::new() };
             for source in base.into_iter().chain([file]) {
                 section.ignore.extend_from_slice(&source.ignore);
-                for (rules, files, per_layer) in [
-                    (&mut section.model, &source.model, false),
-                    (&mut section.layer, &source.layer, true),
-                ] {
+                for (rules, files, per_layer) in [(&mut section.model, &source.model, false), (&mut section.layer, &source.layer, true)] {
                     for (name, file) in files {
-                        let (role, rule) = parse_rule(name, file, per_layer)
-                            .with_context(|| format!("{arch}.{name}"))?;
+                        let (role, rule) = parse_rule(name, file, per_layer).with_context(|| format!("{arch}.{name}"))?;
                         rules.insert(role, rule);
                     }
                 }
@@ -457,44 +405,23 @@ fn parse_rule(name: &str, file: &RuleFile, per_layer: bool) -> Result<(Role, Rul
         let known: Vec<&str> = ROLES.iter().map(|(_, name)| *name).collect();
         bail!("expected a role of {}, found {name:?}", known.join(" "));
     };
-    ensure!(
-        !file.from.is_empty(),
-        "from: expected at least one tensor, found none"
-    );
-    ensure!(
-        file.rows.len() == file.from.len(),
-        "rows: expected {}, one for each of from, found {}",
-        file.from.len(),
-        file.rows.len()
-    );
+    ensure!(!file.from.is_empty(), "from: expected at least one tensor, found none");
+    ensure!(file.rows.len() == file.from.len(), "rows: expected {}, one for each of from, found {}", file.from.len(), file.rows.len());
     for from in &file.from {
         let expected = usize::from(per_layer);
-        ensure!(
-            from.matches("{}").count() == expected,
-            "from: expected {expected} {{}} for the layer, found {from:?}"
-        );
+        ensure!(from.matches("{}").count() == expected, "from: expected {expected} {{}} for the layer, found {from:?}");
     }
-    ensure!(
-        file.cols.is_some() || file.split != Split::Columns,
-        "split: expected columns to split, found a vector"
-    );
+    ensure!(file.cols.is_some() || file.split != Split::Columns, "split: expected columns to split, found a vector");
     let when = match &file.when {
         None => |_: &Config| true,
         Some(when) => match CONDITIONS.iter().find(|(name, _)| name == when) {
             Some((_, condition)) => *condition,
-            None => bail!(
-                "when: expected one of {}, found {when:?}",
-                CONDITIONS.map(|(name, _)| name).join(" ")
-            ),
+            None => bail!("when: expected one of {}, found {when:?}", CONDITIONS.map(|(name, _)| name).join(" ")),
         },
     };
     let rule = Rule {
         from: file.from.clone(),
-        rows: file
-            .rows
-            .iter()
-            .map(|text| Size::parse(text))
-            .collect::<Result<_>>()?,
+        rows: file.rows.iter().map(|text| Size::parse(text)).collect::<Result<_>>()?,
         cols: file.cols.as_deref().map(Size::parse).transpose()?,
         fuse: file.fuse,
         split: file.split,
@@ -511,17 +438,11 @@ impl Size {
             match (word.parse(), TERMS.iter().find(|(name, _)| *name == word)) {
                 (Ok(number), _) => Ok(Factor::Number(number)),
                 (_, Some((_, term))) => Ok(Factor::Term(*term)),
-                _ => bail!(
-                    "expected sums and products of numbers and {}, found {text:?}",
-                    TERMS.map(|(name, _)| name).join(" ")
-                ),
+                _ => bail!("expected sums and products of numbers and {}, found {text:?}", TERMS.map(|(name, _)| name).join(" ")),
             }
         };
         let product = |product: &str| product.split('*').map(factor).collect::<Result<Vec<_>>>();
-        Ok(Size {
-            text: text.into(),
-            sum: text.split('+').map(product).collect::<Result<_>>()?,
-        })
+        Ok(Size { text: text.into(), sum: text.split('+').map(product).collect::<Result<_>>()? })
     }
 
     fn of(&self, config: &Config) -> Result<usize> {
@@ -529,21 +450,11 @@ impl Size {
             Factor::Number(number) => *number,
             Factor::Term(term) => term(config),
         };
-        let product = |product: &Vec<Factor>| {
-            product
-                .iter()
-                .map(factor)
-                .try_fold(1usize, |a, b| a.checked_mul(b))
-        };
+        let product = |product: &Vec<Factor>| product.iter().map(factor).try_fold(1usize, |a, b| a.checked_mul(b));
         self.sum
             .iter()
             .try_fold(0usize, |sum, term| sum.checked_add(product(term)?))
-            .with_context(|| {
-                format!(
-                    "{}: expected a size within the address space, found more",
-                    self.text
-                )
-            })
+            .with_context(|| format!("{}: expected a size within the address space, found more", self.text))
     }
 }
 
@@ -565,36 +476,21 @@ const FLOATS: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
 impl Claim<'_> {
     /// The weight, or nothing and problems noted.
     fn weight(&mut self, rule: &Rule, layer: Option<usize>) -> Result<Option<Weight>> {
-        let cols = rule
-            .cols
-            .as_ref()
-            .map(|cols| cols.of(self.config))
-            .transpose()?;
-        let rows = rule
-            .rows
-            .iter()
-            .map(|rows| rows.of(self.config))
-            .collect::<Result<Vec<usize>>>()?;
+        let cols = rule.cols.as_ref().map(|cols| cols.of(self.config)).transpose()?;
+        let rows = rule.rows.iter().map(|rows| rows.of(self.config)).collect::<Result<Vec<usize>>>()?;
         let mut parts: Vec<Tensor> = Vec::new();
         for (from, rows) in rule.from.iter().zip(&rows) {
             let name = tensor_name(from, layer);
             let shape: Vec<usize> = [*rows].into_iter().chain(cols).collect();
             match self.checkpoint.get(&name) {
                 None => self.absent(&name, &shape, rule),
-                Some(found) if found.shape != shape || !FLOATS.contains(&found.dtype) => self
-                    .problem(|| {
-                        format!(
-                            "{name}: expected {shape:?} bf16, f16 or f32, found {found} in {}",
-                            found.file
-                        )
-                    }),
+                Some(found) if found.shape != shape || !FLOATS.contains(&found.dtype) => {
+                    self.problem(|| format!("{name}: expected {shape:?} bf16, f16 or f32, found {found} in {}", found.file))
+                }
                 Some(found) => match parts.first().filter(|first| first.dtype != found.dtype) {
-                    Some(first) => self.problem(|| {
-                        format!(
-                            "{name}: expected {} as {}, found {found} in {}",
-                            first.dtype, first.name, found.file
-                        )
-                    }),
+                    Some(first) => {
+                        self.problem(|| format!("{name}: expected {} as {}, found {found} in {}", first.dtype, first.name, found.file))
+                    }
                     None => parts.push(found.clone()),
                 },
             }
@@ -604,59 +500,28 @@ impl Claim<'_> {
             return Ok(None);
         }
         let unit = rule.unit.of(self.config)?;
-        Ok(Some(Weight {
-            parts,
-            rows,
-            cols: cols.unwrap_or(1),
-            fuse: rule.fuse,
-            split: rule.split,
-            unit,
-        }))
+        Ok(Some(Weight { parts, rows, cols: cols.unwrap_or(1), fuse: rule.fuse, split: rule.split, unit }))
     }
 
     fn absent(&mut self, name: &str, shape: &[usize], rule: &Rule) {
         let dir = self.checkpoint.dir().display();
         // Of the conditions, only "untied" is false for a tied model and true for this one.
-        let tied = Config {
-            tied: true,
-            ..self.config.clone()
-        };
+        let tied = Config { tied: true, ..self.config.clone() };
         let cure = if (rule.when)(self.config) && !(rule.when)(&tied) {
             "; config.json says tie_word_embeddings = false, so the head must be there: set the key to true if the embedding is the head"
         } else {
             ""
         };
-        self.problem(|| {
-            format!(
-                "{name}: expected {shape:?} bf16, f16 or f32, found no such tensor in {dir}{cure}"
-            )
-        });
+        self.problem(|| format!("{name}: expected {shape:?} bf16, f16 or f32, found no such tensor in {dir}{cure}"));
     }
 
     /// Gives a tied model its head: the embedding's tensor, divided as the head is. Returns a head of the checkpoint's own with the embedding.
-    fn tie_head(
-        &mut self,
-        section: &Section,
-        map: &mut BTreeMap<WeightId, Weight>,
-    ) -> Option<(Tensor, Tensor)> {
+    fn tie_head(&mut self, section: &Section, map: &mut BTreeMap<WeightId, Weight>) -> Option<(Tensor, Tensor)> {
         let rule = section.model.get(&Role::Head)?;
-        let embed = map.get(&WeightId {
-            role: Role::Embed,
-            layer: None,
-        })?;
+        let embed = map.get(&WeightId { role: Role::Embed, layer: None })?;
         let table = embed.parts[0].clone();
-        let head = Weight {
-            split: rule.split,
-            fuse: rule.fuse,
-            ..embed.clone()
-        };
-        map.insert(
-            WeightId {
-                role: Role::Head,
-                layer: None,
-            },
-            head,
-        );
+        let head = Weight { split: rule.split, fuse: rule.fuse, ..embed.clone() };
+        map.insert(WeightId { role: Role::Head, layer: None }, head);
         let spare = self.checkpoint.get(&rule.from[0])?;
         self.claimed.insert(spare.name.clone());
         Some((spare.clone(), table))
@@ -665,9 +530,7 @@ impl Claim<'_> {
     fn leftovers(&mut self, section: &Section) {
         for tensor in self.checkpoint.tensors() {
             let name = &tensor.name;
-            if !self.claimed.contains(name)
-                && !section.ignore.iter().any(|pattern| matches(pattern, name))
-            {
+            if !self.claimed.contains(name) && !section.ignore.iter().any(|pattern| matches(pattern, name)) {
                 let Config { arch, n_layers, .. } = self.config;
                 self.problem(|| {
                     format!("{name}: expected no such tensor in a {arch} model of {n_layers} layers, found {tensor} in {}", tensor.file)
@@ -706,8 +569,6 @@ fn matches(pattern: &str, name: &str) -> bool {
         Some((before, after)) => name
             .strip_prefix(before)
             .and_then(|rest| rest.strip_suffix(after))
-            .is_some_and(|number| {
-                !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
-            }),
+            .is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())),
     }
 }

@@ -60,9 +60,7 @@ impl T0 {
             "intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "hidden_act": "silu",
             "rope_theta": 10000.0, "tie_word_embeddings": false, "bos_token_id": BOS, "eos_token_id": IM_END, "torch_dtype": "bfloat16",
         });
-        let Value::Object(config) = config else {
-            unreachable!()
-        };
+        let Value::Object(config) = config else { unreachable!() };
         T0 {
             arch: "llama",
             config,
@@ -175,29 +173,17 @@ impl T0 {
             write_safetensors(&dir.join("model.safetensors"), &tensors);
         } else {
             let mut weight_map = Map::new();
-            for (i, part) in tensors
-                .chunks(tensors.len().div_ceil(self.shards))
-                .enumerate()
-            {
+            for (i, part) in tensors.chunks(tensors.len().div_ceil(self.shards)).enumerate() {
                 let file = shard_name(i + 1, self.shards);
                 write_safetensors(&dir.join(&file), part);
-                weight_map.extend(
-                    part.iter()
-                        .map(|tensor| (tensor.name.clone(), file.clone().into())),
-                );
+                weight_map.extend(part.iter().map(|tensor| (tensor.name.clone(), file.clone().into())));
             }
             let total: usize = tensors.iter().map(|tensor| tensor.bytes.len()).sum();
-            write_json(
-                &dir.join("model.safetensors.index.json"),
-                &json!({"metadata": {"total_size": total}, "weight_map": weight_map}),
-            );
+            write_json(&dir.join("model.safetensors.index.json"), &json!({"metadata": {"total_size": total}, "weight_map": weight_map}));
         }
         write_json(&dir.join("config.json"), &self.config_json());
         if !self.generation.is_empty() {
-            write_json(
-                &dir.join("generation_config.json"),
-                &Value::Object(self.generation.clone()),
-            );
+            write_json(&dir.join("generation_config.json"), &Value::Object(self.generation.clone()));
         }
         write_json(&dir.join("tokenizer.json"), &self.tokenizer_json());
         let mut tokenizer_config = json!({
@@ -234,38 +220,19 @@ impl T0 {
     pub fn tensors(&self) -> Vec<TensorData> {
         let size = |key: &str| self.config[key].as_u64().unwrap() as usize;
         let flag = |key: &str| self.config.get(key) == Some(&Value::Bool(true));
-        let (hidden, ffn, vocab, head_dim) = (
-            size("hidden_size"),
-            size("intermediate_size"),
-            size("vocab_size"),
-            size("head_dim"),
-        );
-        let (q, kv) = (
-            size("num_attention_heads") * head_dim,
-            size("num_key_value_heads") * head_dim,
-        );
+        let (hidden, ffn, vocab, head_dim) = (size("hidden_size"), size("intermediate_size"), size("vocab_size"), size("head_dim"));
+        let (q, kv) = (size("num_attention_heads") * head_dim, size("num_key_value_heads") * head_dim);
         let tied = flag("tie_word_embeddings");
 
-        let mut tensors = vec![
-            self.random("model.embed_tokens.weight", &[vocab, hidden]),
-            self.random("model.norm.weight", &[hidden]),
-        ];
-        match self
-            .head
-            .unwrap_or(if tied { Head::Absent } else { Head::Own })
-        {
+        let mut tensors = vec![self.random("model.embed_tokens.weight", &[vocab, hidden]), self.random("model.norm.weight", &[hidden])];
+        match self.head.unwrap_or(if tied { Head::Absent } else { Head::Own }) {
             Head::Absent => {}
-            Head::Equal => tensors.push(TensorData {
-                name: "lm_head.weight".into(),
-                ..tensors[0].clone()
-            }),
+            Head::Equal => tensors.push(TensorData { name: "lm_head.weight".into(), ..tensors[0].clone() }),
             Head::Own => tensors.push(self.random("lm_head.weight", &[vocab, hidden])),
         }
         let qkv_bias = flag("attention_bias") || self.arch == "qwen2";
         for layer in 0..size("num_hidden_layers") {
-            let mut add = |name: &str, shape: &[usize]| {
-                tensors.push(self.random(&format!("model.layers.{layer}.{name}"), shape))
-            };
+            let mut add = |name: &str, shape: &[usize]| tensors.push(self.random(&format!("model.layers.{layer}.{name}"), shape));
             let mut linear = |name: &str, rows: usize, cols: usize, bias: bool| {
                 add(&format!("{name}.weight"), &[rows, cols]);
                 if bias {
@@ -287,12 +254,7 @@ impl T0 {
             }
             if self.padding > 0 {
                 let name = format!("model.layers.{layer}.self_attn.rotary_emb.inv_freq");
-                tensors.push(TensorData {
-                    name,
-                    dtype: "U8",
-                    shape: vec![self.padding],
-                    bytes: vec![layer as u8; self.padding],
-                });
+                tensors.push(TensorData { name, dtype: "U8", shape: vec![self.padding], bytes: vec![layer as u8; self.padding] });
             }
         }
         tensors.sort_by(|a, b| a.name.cmp(&b.name));
@@ -307,9 +269,7 @@ impl T0 {
             "model.embed_tokens.weight" | "lm_head.weight" => (0.0, 0.25),
             _ => (0.0, 1.0 / (shape[1] as f32).sqrt()),
         };
-        let mut random = Random::new(name.bytes().fold(self.seed, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
-        }));
+        let mut random = Random::new(name.bytes().fold(self.seed, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)));
         let mut bytes = Vec::new();
         for _ in 0..shape.iter().product() {
             let value = mean + deviation * random.normal();
@@ -320,12 +280,7 @@ impl T0 {
                 other => panic!("T0 knows no {other}"),
             }
         }
-        TensorData {
-            name: name.into(),
-            dtype: self.dtype,
-            shape: shape.to_vec(),
-            bytes,
-        }
+        TensorData { name: name.into(), dtype: self.dtype, shape: shape.to_vec(), bytes }
     }
 
     /// Byte-level BPE of 512 tokens: 256 bytes, 248 merges, 8 control tokens.
@@ -333,26 +288,9 @@ impl T0 {
         let mut tokens: Vec<String> = (0..=255).map(byte_token).collect();
         let merges = merges();
         tokens.extend(merges.iter().map(|(a, b)| format!("{a}{b}")));
-        let vocab: Map<String, Value> = tokens
-            .iter()
-            .enumerate()
-            .map(|(id, token)| (token.clone(), id.into()))
-            .collect();
-        assert_eq!(
-            vocab.len(),
-            ENDOFTEXT as usize,
-            "tokens are different from each other"
-        );
-        let control = [
-            "<|endoftext|>",
-            "<|im_start|>",
-            "<|im_end|>",
-            "<think>",
-            "</think>",
-            "<|bos|>",
-            "<|tool|>",
-            "<|extra|>",
-        ];
+        let vocab: Map<String, Value> = tokens.iter().enumerate().map(|(id, token)| (token.clone(), id.into())).collect();
+        assert_eq!(vocab.len(), ENDOFTEXT as usize, "tokens are different from each other");
+        let control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|bos|>", "<|tool|>", "<|extra|>"];
         let added: Vec<Value> = control
             .iter()
             .zip(ENDOFTEXT..)
@@ -384,17 +322,12 @@ pub fn shard_name(shard: usize, shards: usize) -> String {
 
 /// The hub's dialect of config.json -> that of transformers 5.
 pub fn to_v5(hub: Value) -> Value {
-    let Value::Object(mut config) = hub else {
-        panic!("config.json is an object")
-    };
+    let Value::Object(mut config) = hub else { panic!("config.json is an object") };
     let mut rope = match config.shift_remove("rope_scaling") {
         Some(Value::Object(scaling)) => scaling,
         _ => Map::new(),
     };
-    let kind = rope
-        .shift_remove("type")
-        .or(rope.shift_remove("rope_type"))
-        .unwrap_or("default".into());
+    let kind = rope.shift_remove("type").or(rope.shift_remove("rope_type")).unwrap_or("default".into());
     rope.insert("rope_type".into(), kind);
     if let Some(theta) = config.shift_remove("rope_theta") {
         rope.insert("rope_theta".into(), theta);
@@ -415,17 +348,10 @@ pub fn write_safetensors(path: &Path, tensors: &[TensorData]) {
     let mut at = 0;
     for tensor in tensors {
         let end = at + tensor.bytes.len();
-        header.insert(
-            tensor.name.clone(),
-            json!({"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, end]}),
-        );
+        header.insert(tensor.name.clone(), json!({"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, end]}));
         at = end;
     }
-    let data: Vec<u8> = tensors
-        .iter()
-        .flat_map(|tensor| &tensor.bytes)
-        .copied()
-        .collect();
+    let data: Vec<u8> = tensors.iter().flat_map(|tensor| &tensor.bytes).copied().collect();
     let mut header = serde_json::to_vec(&header).unwrap();
     header.resize(header.len().next_multiple_of(8), b' ');
     fs::write(path, join_safetensors(&header, &data)).unwrap();
@@ -440,10 +366,7 @@ pub fn join_safetensors(header: &[u8], data: &[u8]) -> Vec<u8> {
 pub fn split_safetensors(path: &Path) -> (Value, Vec<u8>) {
     let file = fs::read(path).unwrap();
     let header_len = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
-    (
-        serde_json::from_slice(&file[8..8 + header_len]).unwrap(),
-        file[8 + header_len..].to_vec(),
-    )
+    (serde_json::from_slice(&file[8..8 + header_len]).unwrap(), file[8 + header_len..].to_vec())
 }
 
 pub fn write_json(path: &Path, value: &Value) {
@@ -465,27 +388,14 @@ fn merges() -> Vec<(String, String)> {
     let mut merges: Vec<(String, String)> = Vec::new();
     let mut pairs = |first: &str, second: &str| {
         let pair = |a: char, b: char| (a.to_string(), b.to_string());
-        merges.extend(
-            first
-                .chars()
-                .flat_map(|a| second.chars().map(move |b| pair(a, b))),
-        );
+        merges.extend(first.chars().flat_map(|a| second.chars().map(move |b| pair(a, b))));
     };
     pairs("Ġ", "abcdefghijklmnopqrstuvwxyz");
     pairs("etaoinshrdlu", "etaoinshrdlu");
     pairs("cmfwygpbvk", "aeioulr");
     pairs("cg", "h");
     pairs("Ġ", "Ġ");
-    merges.extend(
-        [
-            ("th", "e"),
-            ("in", "g"),
-            ("an", "d"),
-            ("Ġt", "he"),
-            ("Ġa", "nd"),
-        ]
-        .map(|(a, b)| (a.into(), b.into())),
-    );
+    merges.extend([("th", "e"), ("in", "g"), ("an", "d"), ("Ġt", "he"), ("Ġa", "nd")].map(|(a, b)| (a.into(), b.into())));
     merges
 }
 
@@ -505,11 +415,10 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Mean 0, deviation 1: the sum of twelve uniform numbers, less six.
+    /// Mean 0, deviation 1: the sum of four uniform numbers, less two, times the root of three.
     fn normal(&mut self) -> f32 {
-        (0..12)
-            .map(|_| (self.next() >> 40) as f32 / (1 << 24) as f32)
-            .sum::<f32>()
-            - 6.0
+        let bits = self.next();
+        let sum: u64 = (0..4).map(|i| bits >> (16 * i) & 0xffff).sum();
+        (sum as f32 / 65536.0 - 2.0) * 3f32.sqrt()
     }
 }
