@@ -1,26 +1,25 @@
-// The arithmetic of one row of a linear that decode (linear.cu), prefill (linear_prefill.cu) and norm.cu must share to the bit: the fused RMSNorm and the
+// The arithmetic of one row of a linear that decode (linear.cu), prefill (linear_prefill.cu), norm.cu and embed.cu must share to the bit: RMSNorm and the
 // epilogue. Explicitly rounded operations, so that no compiler fuses them differently in different kernels.
+//
+// The sum of squares of a row is one fixed tree: 16 columns of a tile, column c with c + 8 first, then neighbours (16 lanes by xor in linear.cu, tile_square_sum
+// elsewhere); then lane l of a warp adds tiles l, l + 32, .. in order; then warp_sum.
 #pragma once
 #include "common.cuh"
 
 namespace {
 
 // ---- RMSNorm ----
-// sum + x0^2 + .. + x7^2, in order. The sum over a row: each lane t of a quad adds its 8 k of each 32-k block of a segment, quad_sum, then segments in order.
-__device__ __forceinline__ float add_squares(float sum, const uint4& x) {
-  const uint32_t w[4] = {x.x, x.y, x.z, x.w};
+__device__ __forceinline__ float square(float x) { return __fmul_rn(x, x); }
+// Sum of the squares of 16 consecutive columns; a = columns 0..7, b = 8..15.
+__device__ __forceinline__ float tile_square_sum(const uint4& a, const uint4& b) {
+  const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+  float s[4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    sum = __fmaf_rn(bf16_low(w[i]), bf16_low(w[i]), sum);
-    sum = __fmaf_rn(bf16_high(w[i]), bf16_high(w[i]), sum);
-  }
-  return sum;
+  for (int i = 0; i < 4; i++)
+    s[i] = __fadd_rn(__fadd_rn(square(bf16_low(x[i])), square(bf16_low(y[i]))), __fadd_rn(square(bf16_high(x[i])), square(bf16_high(y[i]))));
+  return __fadd_rn(__fadd_rn(s[0], s[1]), __fadd_rn(s[2], s[3]));
 }
-__device__ __forceinline__ float quad_sum(float v) {
-  v = __fadd_rn(v, __shfl_xor_sync(0xffffffffu, v, 1));
-  return __fadd_rn(v, __shfl_xor_sync(0xffffffffu, v, 2));
-}
-__device__ __forceinline__ float inverse_rms(float square_sum, int k, float eps) { return rsqrtf(__fadd_rn(__fdiv_rn(square_sum, (float)k), eps)); }
+__device__ __forceinline__ float inverse_rms(float square_sum, int k, float eps) { return rsqrtf(__fadd_rn(__fmul_rn(square_sum, __fdiv_rn(1.0f, (float)k)), eps)); }
 // bf16(x * norm), element by element.
 __device__ __forceinline__ uint4 times_norm(const uint4& x, const uint4& g) {
   return make_uint4(bf16_pair(__fmul_rn(bf16_low(x.x), bf16_low(g.x)), __fmul_rn(bf16_high(x.x), bf16_high(g.x))),
@@ -32,17 +31,18 @@ __device__ __forceinline__ uint4 times_norm(const uint4& x, const uint4& g) {
 // ---- epilogue ----
 __device__ __forceinline__ float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.0f, __expf(-x))); }
 
-// Stores y for output n of a row (all epilogues but Silu). `extra` is the residual, already loaded.
-__device__ __forceinline__ void store_output(const LinearParams& p, int row, int n, float y, float extra) {
+// Stores y for output n of a row (all epilogues but Silu). `extra` is the residual, already loaded. Returns what the row now holds.
+__device__ __forceinline__ float store_output(const LinearParams& p, int row, int n, float y, float extra) {
   const size_t at = (size_t)row * p.out_stride + n;
   if (p.epilogue == kEpilogueLogits) {
     p.logits[at] = y;
-    return;
+    return y;
   }
   if (p.epilogue == kEpilogueResidual) y = __fadd_rn(extra, y);
   const bf16 v = __float2bfloat16(y);
   p.out[at] = v;
   if (p.epilogue == kEpilogueResidual && p.tap) p.tap[(size_t)row * p.tap_stride + n] = v;
+  return __bfloat162float(v);
 }
 
 }  // namespace

@@ -127,7 +127,8 @@ struct LinearPart {
   const float* inv;      // [rows] from norm_rows, or null. Read by linear_prefill only
   int k;                 // multiple of 8; weights hold zeros up to k_blocks * 32
   int x_stride;          // multiple of 8
-  int segment_blocks;    // 32-k blocks per segment: ceil(ceil(k / 32) / 32)
+  unsigned short segment_blocks;   // 32-k blocks per segment: ceil(ceil(k / 32) / 32)
+  unsigned short n_segments;       // ceil(ceil(k / 32) / segment_blocks), at most 32
   float eps;
 };
 struct LinearParams {

@@ -43,6 +43,17 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
+// threadIdx.x, read anew: for code after a long loop, so that what follows from it is not held in registers through the loop.
+__device__ __forceinline__ int thread_index_anew() {
+#ifdef CPU_SHIM
+  return threadIdx.x;
+#else
+  int r;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(r));
+  return r;
+#endif
+}
+
 // ---- loads and stores ----
 // 16 bytes of weights or constants, used once: not kept in L1. Legal before pdl_wait.
 __device__ __forceinline__ uint4 load_weights(const uint4* p) {

@@ -20,11 +20,11 @@
 #define CHECK(x) do { cudaError_t e_ = (x); if (e_) { std::printf("error: %s: %s (line %d)\n", #x, cudaGetErrorString(e_), __LINE__); std::exit(1); } } while (0)
 
 namespace {
-struct Variant { const char* name; const void *plain, *norm; int tiles, columns, warps; };
-#define V(name, tiles, columns, warps) {#name, (const void*)name, (const void*)name##_norm, tiles, columns, warps}
+struct Variant { const char* name; const void* f; int tiles, columns, warps; };
+#define V(name, tiles, columns, warps) {#name, (const void*)name, tiles, columns, warps}
 const Variant kVariants[] = {
-    V(linear_m8_t1_w8, 1, 1, 8), V(linear_m8_t2_w8, 2, 1, 8), V(linear_m8_t1_w16, 1, 1, 16), V(linear_m8_t2_w16, 2, 1, 16),
-    V(linear_m8_t1_w8_ring, 1, 1, 8), V(linear_m16_t1_w8, 1, 2, 8), V(linear_m16_t1_w16, 1, 2, 16),
+    V(linear_m8_t1_w8_a4, 1, 1, 8), V(linear_m8_t2_w8_a2, 2, 1, 8), V(linear_m8_t2_w8_a3, 2, 1, 8), V(linear_m8_t1_w16_a1, 1, 1, 16), V(linear_m8_t1_w16_a2, 1, 1, 16),
+    V(linear_m8_t1_w16_a3, 1, 1, 16), V(linear_m8_t2_w16_a1, 2, 1, 16), V(linear_m16_t1_w8_a2, 1, 2, 8), V(linear_m16_t1_w16_a1, 1, 2, 16),
 };
 struct Choice { const Variant* v; int per_sm; };   // blocks per SM at most; 0: one group of tiles a block
 struct Shape { const char* name; int n, k, epilogue; bool norm; };   // n: outputs (of silu: ffn)
@@ -33,7 +33,7 @@ struct Model { const char* name; int layers; std::vector<Shape> layer; Shape hea
 cudaStream_t stream;
 int n_sms;
 char* weights; size_t weights_bytes;
-bf16 *buffer[3], *norm_weight; float *logits, *max_value, *inverse; int* max_id;
+bf16 *buffer[3], *norm_weight; float *logits, *max_value, *inverse, *squares; int* max_id;   // buffer: residual stream, inside of a layer, normed
 double ceiling;   // GB/s
 
 size_t bytes_of(const Shape& s) { const int rows = s.epilogue == kEpilogueSilu ? 2 * s.n : s.n; return (size_t)(rows + 15) / 16 * 16 * k_blocks_of(s.k) * 64; }
@@ -45,18 +45,20 @@ void launch(const void* f, dim3 grid, int threads, int shared, void* params, boo
   void* args[] = {params};
   CHECK(cudaLaunchKernelExC(&c, f, args));
 }
+unsigned short segments(int k) { return (k_blocks_of(k) + segment_blocks_of(k_blocks_of(k)) - 1) / segment_blocks_of(k_blocks_of(k)); }
 LinearParams params_of(const Shape& s, size_t offset, const bf16* x, bf16* out, int rows) {
   LinearParams p{};
-  p.part[0] = {(const uint4*)(weights + offset), x, s.norm ? norm_weight : nullptr, nullptr, s.k, s.k, segment_blocks_of(k_blocks_of(s.k)), 1e-5f};
+  p.part[0] = {(const uint4*)(weights + offset), x, s.norm ? squares : nullptr, nullptr, s.k, s.k, (unsigned short)segment_blocks_of(k_blocks_of(s.k)), segments(s.k), 1e-5f};
   p.n_parts = 1; p.n = s.n; p.n_tiles = s.epilogue == kEpilogueSilu ? (s.n + 7) / 8 : (s.n + 15) / 16;
   p.rows = rows; p.epilogue = s.epilogue; p.out_stride = s.n; p.out = out; p.residual = out; p.logits = logits;
   if (s.epilogue == kEpilogueLogits) { p.max_value = max_value; p.max_id = max_id; }
   return p;
 }
-void linear_launch(const Choice& c, const Shape& s, size_t offset, const bf16* x, bf16* out, int rows) {
+void linear_launch(const Choice& c, const Shape& s, size_t offset, const bf16* x, bf16* out, int rows, int layer) {
   LinearParams p = params_of(s, offset, x, out, rows);
+  if (s.epilogue == kEpilogueResidual) { p.next_norm = norm_weight + layer % 64 * 8192; p.normed = buffer[2]; p.squares = squares; }
   const int n_groups = (p.n_tiles + c.v->tiles - 1) / c.v->tiles;
-  launch(s.norm ? c.v->norm : c.v->plain, dim3(c.per_sm ? std::min(n_groups, c.per_sm * n_sms) : n_groups), c.v->warps * 32, 0, &p, true);
+  launch(c.v->f, dim3(c.per_sm ? std::min(n_groups, c.per_sm * n_sms) : n_groups), c.v->warps * 32, 0, &p, true);
 }
 // Median ms of `n` replays of what `record` launches.
 template <class F> float time_graph(F record, int n = 15) {
@@ -85,17 +87,18 @@ void measure_ceiling() {
 }
 
 // ---- correctness on the real tensor cores ----
-__global__ void reference(LinearParams p, float* y, int row) {   // one output a thread, f32, one part, re-tiled weights
+__global__ void reference(LinearParams p, const bf16* raw, float* y, int row) {   // one output a thread, f32, one part, re-tiled weights
   const int n = blockIdx.x * blockDim.x + threadIdx.x;
   if (n >= p.n_tiles * 16) return;
   const bf16 *w = (const bf16*)p.part[0].weights, *x = p.part[0].x + (size_t)row * p.part[0].x_stride;
   float s = 0, ss = 0;
   for (int k = 0; k < p.part[0].k; k++) {
     const float v = __bfloat162float(x[k]);
-    s += __bfloat162float(w[retiled_index(n, k, k_blocks_of(p.part[0].k))]) * (p.part[0].norm ? __bfloat162float(__float2bfloat16(v * __bfloat162float(p.part[0].norm[k]))) : v);
-    ss += v * v;
+    s += __bfloat162float(w[retiled_index(n, k, k_blocks_of(p.part[0].k))]) * v;
+    const float u = __bfloat162float(raw[(size_t)row * p.part[0].k + k]);
+    ss += u * u;
   }
-  y[n] = p.part[0].norm ? s * rsqrtf(ss / p.part[0].k + p.part[0].eps) : s;
+  y[n] = p.part[0].squares ? s * rsqrtf(ss / p.part[0].k + p.part[0].eps) : s;
 }
 bool check_all() {
   bool ok = true;
@@ -109,11 +112,14 @@ bool check_all() {
     std::vector<char> expected(count * element), got(count * element);
     auto reset = [&] { fill(buffer[1], rows, s.n, false, 1.0f, 3); CHECK(cudaMemsetAsync(logits, 0xff, count * 4, stream)); };
     auto fetch = [&](std::vector<char>& to) { CHECK(cudaMemcpyAsync(to.data(), element == 4 ? (void*)logits : (void*)buffer[1], count * element, cudaMemcpyDeviceToHost, stream)); CHECK(cudaStreamSynchronize(stream)); };
-    auto shifted = [&](LinearParams p, int row) { p.part[0].x += (size_t)row * s.k; p.out += (size_t)row * s.n; p.residual = p.out; p.logits += (size_t)row * s.n; p.max_value = nullptr; return p; };
+    const bf16* x = s.norm ? buffer[2] : buffer[0];
+    NormParams norm{buffer[0], norm_weight, buffer[2], inverse, squares, nullptr, rows, s.k, s.k, s.k, 1e-5f, 0};
+    launch((const void*)norm_rows, dim3((rows + 7) / 8), 256, 0, &norm, false);
+    auto shifted = [&](LinearParams p, int row) { p.part[0].x += (size_t)row * s.k; if (s.norm) p.part[0].squares += (size_t)row * (s.k / 16); p.out += (size_t)row * s.n; p.residual = p.out; p.logits += (size_t)row * s.n; p.max_value = nullptr; return p; };
     reset();
     for (int m = 0; m < rows; m++) {
-      LinearParams p = shifted(params_of(s, 0, buffer[0], buffer[1], 1), m);
-      launch(s.norm ? (const void*)linear_m8_t1_w16_norm : (const void*)linear_m8_t1_w16, dim3(std::min(p.n_tiles, n_sms)), 512, 0, &p, true);
+      LinearParams p = shifted(params_of(s, 0, x, buffer[1], 1), m);
+      launch((const void*)linear_m8_t1_w16_a2, dim3(std::min(p.n_tiles, n_sms)), 512, 0, &p, true);
     }
     fetch(expected);
     auto compare = [&](const char* what) { fetch(got); size_t differ = 0; for (size_t i = 0; i < got.size(); i += element) differ += std::memcmp(&got[i], &expected[i], element) != 0; if (differ) { std::printf("FAILED %s on %s: %zu of %zu outputs differ\n", what, s.name, differ, count); ok = false; } };
@@ -121,25 +127,21 @@ bool check_all() {
       if (width > v.columns * 8) continue;
       reset();
       for (int m = 0; m + width <= rows || m < rows; m += width) {
-        LinearParams p = shifted(params_of(s, 0, buffer[0], buffer[1], std::min(width, rows - m)), m);
+        LinearParams p = shifted(params_of(s, 0, x, buffer[1], std::min(width, rows - m)), m);
         const int n_groups = (p.n_tiles + v.tiles - 1) / v.tiles;
-        launch(s.norm ? v.norm : v.plain, dim3(width & 1 ? n_groups : std::min(n_groups, 2 * n_sms)), v.warps * 32, 0, &p, true);
+        launch(v.f, dim3(width & 1 ? n_groups : std::min(n_groups, 2 * n_sms)), v.warps * 32, 0, &p, true);
       }
       char what[80]; std::snprintf(what, sizeof what, "%s width %d", v.name, width); compare(what);
     }
-    LinearParams p = params_of(s, 0, buffer[0], buffer[1], rows); p.max_value = nullptr;
+    LinearParams p = params_of(s, 0, x, buffer[1], rows); p.max_value = nullptr;
+    if (s.norm) p.part[0].inv = inverse;
     reset();
-    if (s.norm) {
-      NormParams q{buffer[0], norm_weight, buffer[2], inverse, nullptr, rows, s.k, s.k, s.k, p.part[0].segment_blocks, 1e-5f};
-      launch((const void*)norm_rows, dim3((rows + 1) / 2), 256, 0, &q, true);
-      p.part[0].x = buffer[2]; p.part[0].inv = inverse;
-    }
     launch((const void*)linear_prefill_128x128, dim3((rows + 127) / 128, (p.n_tiles + 7) / 8), 256, prefill_shared_bytes(128, 128), &p, true); compare("prefill 128x128");
     reset(); launch((const void*)linear_prefill_64x64, dim3((rows + 63) / 64, (p.n_tiles + 3) / 4), 128, prefill_shared_bytes(64, 64), &p, true); compare("prefill 64x64");
     // Against a plain sum: plain store only, other epilogues have their CPU tests.
     if (s.epilogue == kEpilogueStore || s.epilogue == kEpilogueLogits) {
-      LinearParams r = params_of(s, 0, buffer[0], buffer[1], 1);
-      reference<<<(r.n_tiles * 16 + 255) / 256, 256, 0, stream>>>(r, inverse + 4096, 5);
+      LinearParams r = params_of(s, 0, x, buffer[1], 1);
+      reference<<<(r.n_tiles * 16 + 255) / 256, 256, 0, stream>>>(r, buffer[0], inverse + 4096, 5);
       std::vector<float> y(s.n); CHECK(cudaMemcpyAsync(y.data(), inverse + 4096, s.n * 4, cudaMemcpyDeviceToHost, stream)); CHECK(cudaStreamSynchronize(stream));
       double worst = 0;
       for (int n = 0; n < s.n; n++) { const size_t at = (size_t)5 * s.n + n; float v; if (element == 4) v = ((float*)expected.data())[at]; else { uint32_t u = ((uint16_t*)expected.data())[at] << 16; std::memcpy(&v, &u, 4); } const double d = std::fabs(v - y[n]) / (0.5 + std::fabs(y[n])); worst = d > worst || d != d ? d : worst; }
@@ -160,7 +162,7 @@ std::vector<Choice> choices(int rows) {
 float time_shape(const Shape& s, const Choice& c, int rows) {
   const size_t bytes = bytes_of(s), many = std::max<size_t>(4, std::min<size_t>(weights_bytes / bytes, std::max<size_t>(24, (2ull << 30) / bytes)));
   return time_graph([&] {
-    for (size_t i = 0; i < many; i++) linear_launch(c, s, i * bytes, buffer[i & 1], buffer[1 - (i & 1)], rows);
+    for (size_t i = 0; i < many; i++) linear_launch(c, s, i * bytes, buffer[i & 1], buffer[1 - (i & 1)], rows, i);
   }, 7) * 1e3f / many;
 }
 std::map<std::string, Choice> best_of;   // by shape and rows
@@ -183,13 +185,13 @@ void time_chain(const Model& m, int rows, const Choice* fixed) {
   size_t total = 0; int n = 0;
   const float ms = time_graph([&] {
     size_t offset = 0; total = 0; n = 0;
-    auto add = [&](const Shape& s, int from, int to) {
+    auto add = [&](const Shape& s, int from, int to, int norm) {
       if (offset + bytes_of(s) > weights_bytes) offset = 0;
-      linear_launch(fixed ? *fixed : best_of.at(key(s, rows)), s, offset, buffer[from], buffer[to], rows);
+      linear_launch(fixed ? *fixed : best_of.at(key(s, rows)), s, offset, buffer[from], buffer[to], rows, norm);
       offset += bytes_of(s); total += bytes_of(s); n++;
     };
-    for (int l = 0; l < m.layers; l++) { add(m.layer[0], 0, 1); add(m.layer[1], 1, 0); add(m.layer[2], 0, 1); add(m.layer[3], 1, 0); }
-    add(m.head, 0, 1);
+    for (int l = 0; l < m.layers; l++) { add(m.layer[0], 2, 1, 0); add(m.layer[1], 1, 0, 2 * l); add(m.layer[2], 2, 1, 0); add(m.layer[3], 1, 0, 2 * l + 1); }
+    add(m.head, 2, 1, 0);
   });
   std::printf("chain %-13s M%-2d %-22s/%d: %d linears %.3f GB %.4f ms %.0f GB/s %.1f%% of the ceiling\n", m.name, rows, fixed ? fixed->v->name + 7 : "best per shape", fixed ? fixed->per_sm : 0, n, total / 1e9, ms, total / ms / 1e6, 100 * total / ms / 1e6 / ceiling);
   std::fflush(stdout);
@@ -203,8 +205,8 @@ void time_prefill(const Model& m, int rows) {
       auto add = [&](const Shape& s, const bf16* x, bf16* out) {
         LinearParams p = params_of(s, offset, x, out, rows);
         if (s.norm) {
-          NormParams q{x, norm_weight, buffer[2], inverse, nullptr, rows, s.k, s.k, s.k, p.part[0].segment_blocks, 1e-5f};
-          launch((const void*)norm_rows, dim3((rows + 1) / 2), 256, 0, &q, true);
+          NormParams q{x, norm_weight, buffer[2], inverse, nullptr, nullptr, rows, s.k, s.k, s.k, 1e-5f, 0};
+          launch((const void*)norm_rows, dim3((rows + 7) / 8), 256, 0, &q, true);
           p.part[0].x = buffer[2]; p.part[0].inv = inverse;
         }
         launch(tile.f, dim3((rows + tile.t - 1) / tile.t, (p.n_tiles * 16 + tile.n - 1) / tile.n), tile.threads, prefill_shared_bytes(tile.n, tile.t), &p, true);
@@ -229,14 +231,16 @@ int main(int argc, char** argv) {
   weights_bytes = std::min<size_t>(17ull << 30, free_bytes / 4 * 3) / 4096 * 4096;
   CHECK(cudaMalloc(&weights, weights_bytes));
   for (auto& b : buffer) { CHECK(cudaMalloc(&b, 64 << 20)); }
-  CHECK(cudaMalloc(&norm_weight, 1 << 20)); CHECK(cudaMalloc(&logits, 64 << 20)); CHECK(cudaMalloc(&max_value, 8 << 20)); CHECK(cudaMalloc(&max_id, 8 << 20)); CHECK(cudaMalloc(&inverse, 8 << 20));
+  CHECK(cudaMalloc(&norm_weight, 1 << 20)); CHECK(cudaMalloc(&logits, 64 << 20)); CHECK(cudaMalloc(&max_value, 8 << 20)); CHECK(cudaMalloc(&max_id, 8 << 20)); CHECK(cudaMalloc(&inverse, 8 << 20)); CHECK(cudaMalloc(&squares, 8 << 20)); CHECK(cudaMemset(squares, 0, 8 << 20));
   CHECK(cudaFuncSetAttribute((const void*)linear_prefill_128x128, cudaFuncAttributeMaxDynamicSharedMemorySize, prefill_shared_bytes(128, 128)));
-  fill(norm_weight, 1, 65536, false, 1.0f, 7);
+  if (const char* percent = std::getenv("CARVEOUT"))   // share of L1 given to shared memory, the same for all kernels
+    for (const Variant& v : kVariants) CHECK(cudaFuncSetAttribute(v.f, cudaFuncAttributePreferredSharedMemoryCarveout, std::atoi(percent)));
+  fill(norm_weight, 1, 1 << 19, false, 1.0f, 7);
   bool ok = true;
   if (wants("check")) ok = check_all();
   fill(weights, (int)(weights_bytes / 2 / 8192), 8192, false, 0.02f, 11);
   for (auto& b : buffer) fill(b, 1024, 16384, false, 1.0f, 13);
-  fill(norm_weight, 1, 65536, false, 1.0f, 0, true);
+  fill(norm_weight, 1, 1 << 19, false, 1.0f, 0, true);
   CHECK(cudaStreamSynchronize(stream));
   measure_ceiling();
   const Model models[] = {
@@ -246,7 +250,7 @@ int main(int argc, char** argv) {
   };
   for (const Model& m : models) {
     if (wants("shapes")) { time_shapes(m); for (int rows : {1, 8, 16}) time_chain(m, rows, nullptr); }
-    if (wants("chains")) for (int rows : {1, 8}) for (const Variant& v : kVariants) for (int per_sm : {0, 1, 2, 4}) if (v.columns == 1) { const Choice c{&v, per_sm}; time_chain(m, rows, &c); }
+    if (wants("chains")) for (int rows : {1, 8, 16}) for (const Variant& v : kVariants) for (int per_sm : {0, 1, 2}) if (v.columns * 8 >= rows && (rows > 8 || v.columns == 1)) { const Choice c{&v, per_sm}; time_chain(m, rows, &c); }
   }
   if (wants("prefill")) for (int rows : {64, 512, 1024}) { time_prefill(models[0], rows); if (rows == 512) time_prefill(models[1], rows); }
   CHECK(cudaStreamSynchronize(stream)); CHECK(cudaDeviceSynchronize());

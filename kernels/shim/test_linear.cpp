@@ -1,5 +1,5 @@
 // linear.cu, linear_prefill.cu, norm.cu, embed.cu, repack.cu against scalar references, and against each other to the bit: every variant, every width, and
-// prefill must give a row the same bits. Sizes are odd on purpose: K of 18, 3, 48 and 40 blocks and one that is no multiple of 32, N with tails.
+// prefill must give a row the same bits. Sizes are odd on purpose: K of 18, 3, 48 and 41 blocks, some no multiple of 32, N with tails.
 #include "../embed.cu"
 #include "../linear.cu"
 #include "../linear_prefill.cu"
@@ -11,16 +11,25 @@
 namespace {
 struct Variant { const char* name; int tiles, columns, warps; };
 const Variant kVariants[] = {
-    {"linear_m8_t1_w8", 1, 1, 8},       {"linear_m8_t2_w8", 2, 1, 8},   {"linear_m8_t1_w16", 1, 1, 16},   {"linear_m8_t2_w16", 2, 1, 16},
-    {"linear_m8_t1_w8_ring", 1, 1, 8},  {"linear_m16_t1_w8", 1, 2, 8},  {"linear_m16_t1_w16", 1, 2, 16},
+    {"linear_m8_t1_w8_a4", 1, 1, 8},   {"linear_m8_t2_w8_a2", 2, 1, 8},    {"linear_m8_t2_w8_a3", 2, 1, 8},   {"linear_m8_t1_w16_a1", 1, 1, 16},  {"linear_m8_t1_w16_a2", 1, 1, 16},
+    {"linear_m8_t1_w16_a3", 1, 1, 16}, {"linear_m8_t2_w16_a1", 2, 1, 16},  {"linear_m16_t1_w8_a2", 1, 2, 8},  {"linear_m16_t1_w16_a1", 1, 2, 16},
 };
+const Variant kTwo[] = {{"linear_two", 1, 2, 16}};
 struct PrefillVariant { const char* name; int n_tile, m_tile, threads, shared_bytes; };
 const PrefillVariant kPrefill[] = {
     {"linear_prefill_128x128", 128, 128, 256, prefill_shared_bytes(128, 128)},
     {"linear_prefill_64x64", 64, 64, 128, prefill_shared_bytes(64, 64)},
 };
 
-int segment_blocks(int k) { return segment_blocks_of(k_blocks_of(k)); }
+unsigned short segment_blocks(int k) { return segment_blocks_of(k_blocks_of(k)); }
+unsigned short n_segments(int k) { return (k_blocks_of(k) + segment_blocks(k) - 1) / segment_blocks(k); }
+// As linear_row.cuh documents it.
+float tile_squares(const bf16* x) {
+  float s[8];
+  for (int i = 0; i < 8; i++) s[i] = value(x[i]) * value(x[i]) + value(x[i + 8]) * value(x[i + 8]);
+  for (int n = 4; n; n /= 2) for (int i = 0; i < n; i++) s[i] = s[2 * i] + s[2 * i + 1];
+  return s[0];
+}
 
 // Row-major bf16 [n][k] to re-tiled, by the repack kernel.
 std::vector<uint4> retiled(const std::vector<bf16>& w, int n, int k) {
@@ -33,9 +42,10 @@ std::vector<uint4> retiled(const std::vector<bf16>& w, int n, int k) {
 
 // A linear with everything random; `case_` picks what is on.
 struct Problem {
-  int n, k[2], n_parts, epilogue, rows; bool norm, bias, tap;
+  int n, k[2], n_parts, epilogue, rows; bool norm, bias, tap, feeds;   // feeds: writes normed and squares of its output
   int outputs, n_weights, n_tiles;   // outputs of a row; rows of the weight; tiles
-  std::vector<bf16> w[2], x[2], g[2], bias_, residual;
+  std::vector<bf16> w[2], x[2], g[2], normed[2], bias_, residual, next_norm;
+  std::vector<float> squares[2];
   std::vector<uint4> tiles[2];
   std::vector<double> expected;   // [rows][outputs]
   float eps = 1e-5f;
@@ -49,6 +59,10 @@ struct Problem {
       w[i] = rounded(numbers((size_t)n_weights * k[i], seed * 7 + i, 0.1f));
       x[i] = rounded(numbers((size_t)rows * k[i], seed * 11 + i, 2.0f));
       g[i] = rounded(numbers(k[i], seed * 13 + i));
+      if (norm) for (int m = 0; m < rows; m++) {
+        for (int c = 0; c < k[i]; c++) normed[i].push_back(__float2bfloat16(value(x[i][(size_t)m * k[i] + c]) * value(g[i][c])));
+        for (int c = 0; c < k[i]; c += 16) squares[i].push_back(tile_squares(&x[i][(size_t)m * k[i] + c]));
+      }
       if (gated) {   // gate rows first, then up rows, as two checkpoint tensors
         const int k_blocks = k_blocks_of(k[i]), padded = n_tiles * 8;
         tiles[i] = poisoned<uint4>((size_t)n_tiles * k_blocks * 64);
@@ -59,6 +73,8 @@ struct Problem {
       } else tiles[i] = retiled(w[i], n, k[i]);
     }
     bias_ = rounded(numbers(n, seed * 17));
+    next_norm = rounded(numbers(n, seed * 23));
+    feeds = n % 16 == 0 && (epilogue == kEpilogueStore || epilogue == kEpilogueResidual);
     residual = rounded(numbers((size_t)rows * n, seed * 19, 3.0f));
     expected.resize((size_t)rows * outputs);
     auto dot = [&](int m, int row) {
@@ -83,7 +99,7 @@ struct Problem {
   }
   LinearParams params() const {
     LinearParams p{};
-    for (int i = 0; i < n_parts; i++) p.part[i] = {tiles[i].data(), x[i].data(), norm ? g[i].data() : nullptr, nullptr, k[i], k[i], segment_blocks(k[i]), eps};
+    for (int i = 0; i < n_parts; i++) p.part[i] = {tiles[i].data(), norm ? normed[i].data() : x[i].data(), norm ? squares[i].data() : nullptr, nullptr, k[i], k[i], segment_blocks(k[i]), n_segments(k[i]), eps};
     p.n_parts = n_parts; p.n = n; p.n_tiles = n_tiles; p.epilogue = epilogue; p.out_stride = outputs; p.tap_stride = outputs + 3;
     p.bias = bias && epilogue != kEpilogueSilu ? bias_.data() : nullptr;
     return p;
@@ -91,7 +107,7 @@ struct Problem {
 };
 
 // What a launch wrote, as f32 [rows][outputs], with its maxima.
-struct Result { std::vector<float> y; std::vector<bf16> tap; std::vector<float> max_value; std::vector<int> max_id; bool outside; };
+struct Result { std::vector<float> y; std::vector<bf16> tap, normed; std::vector<float> squares; std::vector<float> max_value; std::vector<int> max_id; bool outside; };
 
 Result launch_rows(const Problem& q, const char* name, dim3 grid, unsigned threads, unsigned shared_bytes, LinearParams p, int rows, int first_row, int valid) {
   Result r; const size_t count = (size_t)rows * q.outputs, guard = 64;
@@ -99,13 +115,16 @@ Result launch_rows(const Problem& q, const char* name, dim3 grid, unsigned threa
   r.tap = poisoned<bf16>((size_t)rows * p.tap_stride);
   r.max_value = poisoned<float>((size_t)rows * grid.x); r.max_id = poisoned<int>((size_t)rows * grid.x);
   p.rows = rows;
-  for (int i = 0; i < q.n_parts; i++) { p.part[i].x += (size_t)first_row * p.part[i].x_stride; if (p.part[i].inv) p.part[i].inv += first_row; }
+  for (int i = 0; i < q.n_parts; i++) { p.part[i].x += (size_t)first_row * p.part[i].x_stride; if (p.part[i].squares) p.part[i].squares += (size_t)first_row * (p.part[i].k / 16); }
   std::vector<bf16> in_place(q.residual.begin() + (size_t)first_row * q.n, q.residual.begin() + (size_t)(first_row + rows) * q.n);
   in_place.resize(count + guard, __float2bfloat16(7));
   p.out = out.data(); p.logits = logits.data();
   if (q.epilogue == kEpilogueResidual) { p.residual = in_place.data(); p.out = in_place.data(); }
   if (q.tap) p.tap = r.tap.data();
-  if (q.epilogue == kEpilogueLogits && threads != 128 && std::strstr(name, "prefill") == nullptr) { p.max_value = r.max_value.data(); p.max_id = r.max_id.data(); }
+  const bool is_prefill = std::strstr(name, "prefill");
+  r.normed = poisoned<bf16>(count); r.squares = poisoned<float>((size_t)rows * (q.n / 16));
+  if (q.feeds && !is_prefill) { p.next_norm = q.next_norm.data(); p.normed = r.normed.data(); p.squares = r.squares.data(); }
+  if (q.epilogue == kEpilogueLogits && !is_prefill) { p.max_value = r.max_value.data(); p.max_id = r.max_id.data(); }
   run(name, grid, threads, p, shared_bytes);
   const bf16* from = p.out;
   for (size_t i = 0; i < (size_t)valid * q.outputs; i++) r.y.push_back(q.epilogue == kEpilogueLogits ? logits[i] : value(from[i]));
@@ -116,8 +135,7 @@ Result launch_rows(const Problem& q, const char* name, dim3 grid, unsigned threa
 }
 Result decode(const Problem& q, const Variant& v, int rows, int first_row, int blocks) {
   const int n_groups = (q.n_tiles + v.tiles - 1) / v.tiles;
-  char name[64]; std::snprintf(name, sizeof name, "%s%s", v.name, q.norm ? "_norm" : "");
-  return launch_rows(q, name, dim3(std::min(blocks, n_groups)), v.warps * 32, 0, q.params(), rows, first_row, rows);
+  return launch_rows(q, v.name, dim3(std::min(blocks, n_groups)), v.warps * 32, 0, q.params(), rows, first_row, rows);
 }
 // The whole problem as one prefill chunk of `chunk` rows, of which q.rows are in use.
 Result prefill(const Problem& q, const PrefillVariant& v, int chunk, Problem& scratch) {
@@ -128,9 +146,11 @@ Result prefill(const Problem& q, const PrefillVariant& v, int chunk, Problem& sc
     scratch.x[i].resize((size_t)chunk * q.k[i], __ushort_as_bfloat16(0xffff)); p.part[i].x = scratch.x[i].data();
     if (!q.norm) continue;
     normed[i] = poisoned<bf16>((size_t)chunk * q.k[i]); inv[i] = poisoned<float>(chunk);
-    NormParams n{scratch.x[i].data(), q.g[i].data(), normed[i].data(), inv[i].data(), &count, chunk, q.k[i], q.k[i], q.k[i], segment_blocks(q.k[i]), q.eps};
-    run("norm_rows", dim3((chunk + 1) / 2), 256, n);
-    p.part[i].x = normed[i].data(); p.part[i].inv = inv[i].data(); p.part[i].norm = nullptr;
+    auto squares = poisoned<float>((size_t)chunk * (q.k[i] / 16));
+    NormParams n{scratch.x[i].data(), q.g[i].data(), normed[i].data(), inv[i].data(), squares.data(), &count, chunk, q.k[i], q.k[i], q.k[i], q.eps, 0};
+    run("norm_rows", dim3((chunk + 7) / 8), 256, n);
+    check(same_bits(normed[i].data(), q.normed[i].data(), q.normed[i].size()) && same_bits(squares.data(), q.squares[i].data(), q.squares[i].size()), "norm_rows: normed and squares (k %d)", q.k[i]);
+    p.part[i].x = normed[i].data(); p.part[i].inv = inv[i].data(); p.part[i].squares = nullptr;
   }
   scratch.residual.resize((size_t)chunk * q.n, __float2bfloat16(7));
   p.n_rows = &count;
@@ -155,17 +175,17 @@ void check_problem(const Problem& q, const std::vector<int>& widths, bool all_va
   // One row at a time through one variant is what all else must equal.
   std::vector<float> rows_alone;
   for (int m = 0; m < q.rows; m++) {
-    const Result r = decode(q, kVariants[m % 5], 1, m, 3 + m);
+    const Result r = decode(q, q.n_parts > 1 ? kTwo[0] : kVariants[m % 7], 1, m, 3 + m);
     rows_alone.insert(rows_alone.end(), r.y.begin(), r.y.end());
   }
   close(q, rows_alone, 0, "one row");
   bool differ = true;
   for (int m = 1; m < q.rows; m++) differ &= !same_bits(&rows_alone[0], &rows_alone[(size_t)m * q.outputs], q.outputs);
   check(differ, "rows are pairwise different");
-  for (size_t v = 0; v < std::size(kVariants); v++) {
-    const Variant& variant = kVariants[v];
+  for (size_t v = 0; v < (q.n_parts > 1 ? std::size(kTwo) : std::size(kVariants)); v++) {
+    const Variant& variant = q.n_parts > 1 ? kTwo[v] : kVariants[v];
     for (int width : widths) {
-      if (width > variant.columns * 8 || width > q.rows || (!all_variants && (v + width) % 3)) continue;
+      if (width > variant.columns * 8 || width > q.rows || (!all_variants && q.n_parts == 1 && (v + width) % 3)) continue;
       const int first = q.rows - width, blocks = width % 2 ? 1000 : 2 + width % 5;   // one group a block, and persistent
       const Result r = decode(q, variant, width, first, blocks);
       check(same_bits(r.y.data(), &rows_alone[(size_t)first * q.outputs], r.y.size()) && !r.outside, "%s width %d: bits of one row at a time (n %d k %d+%d epilogue %d norm %d)", variant.name, width, q.n, q.k[0], q.k[1], q.epilogue, q.norm);
@@ -173,6 +193,15 @@ void check_problem(const Problem& q, const std::vector<int>& widths, bool all_va
         bool same = true;
         for (int m = 0; m < width; m++) for (int j = 0; j < q.n; j++) same &= value(r.tap[(size_t)m * (q.outputs + 3) + j]) == r.y[(size_t)m * q.outputs + j];
         check(same, "%s width %d: the tap equals the output", variant.name, width);
+      }
+      if (q.feeds) {
+        bool same = true;
+        for (int m = 0; m < width; m++) {
+          std::vector<bf16> row;
+          for (int j = 0; j < q.n; j++) { row.push_back(__float2bfloat16(r.y[(size_t)m * q.n + j])); same &= value(r.normed[(size_t)m * q.n + j]) == value(__float2bfloat16(value(row[j]) * value(q.next_norm[j]))); }
+          for (int j = 0; j < q.n; j += 16) same &= r.squares[m * (q.n / 16) + j / 16] == tile_squares(&row[j]);
+        }
+        check(same, "%s width %d: normed and squares of the output (n %d)", variant.name, width, q.n);
       }
       if (q.epilogue == kEpilogueLogits) {
         const int n_blocks = std::min(blocks, (q.n_tiles + variant.tiles - 1) / variant.tiles);
@@ -232,19 +261,23 @@ void check_repack() {
 }
 
 void check_embed() {
-  const int vocab = 100, hidden = 72, rows = 9;
+  const int vocab = 100, hidden = 80, rows = 9;
   const auto table = rounded(numbers((size_t)vocab * hidden, 9)); const auto tiles = retiled(table, vocab, hidden);
   const int tokens[rows] = {0, 99, 17, 16, 15, 1, 64, 99, 8};
   State state{}; state.root = 99; state.rows = 7;
   for (int i = 0; i < 16; i++) state.drafts[i] = (i * 37 + 5) % vocab;
   for (int from_list = 0; from_list < 2; from_list++) {
-    auto x = poisoned<bf16>((size_t)rows * 80);
-    EmbedParams p{tiles.data(), x.data(), from_list ? tokens : nullptr, &state, &state.rows, rows, hidden, 80, 0};
+    auto x = poisoned<bf16>((size_t)rows * 96), normed = x; auto squares = poisoned<float>(rows * 5); const auto norm = rounded(numbers(hidden, 3));
+    EmbedParams p{tiles.data(), x.data(), norm.data(), normed.data(), squares.data(), from_list ? tokens : nullptr, &state, &state.rows, rows, hidden, 96, 0};
     run("embed", dim3(rows), 128, p);
     bool ok = true;
-    for (int m = 0; m < rows; m++) for (int c = 0; c < 80; c++) {
+    for (int m = 0; m < state.rows; m++) {
+      for (int c = 0; c < hidden; c++) ok &= value(normed[m * 96 + c]) == value(__float2bfloat16(value(x[m * 96 + c]) * value(norm[c])));
+      for (int c = 0; c < hidden; c += 16) ok &= squares[m * 5 + c / 16] == tile_squares(&x[m * 96 + c]);
+    }
+    for (int m = 0; m < rows; m++) for (int c = 0; c < 96; c++) {
       const int token = from_list ? tokens[m] : m == 0 ? state.root : state.drafts[m - 1];
-      const float v = value(x[m * 80 + c]);
+      const float v = value(x[m * 96 + c]);
       ok &= m < state.rows && c < hidden ? v == value(table[(size_t)token * hidden + c]) : v != v;
     }
     check(ok, "embed, tokens from %s", from_list ? "a list" : "the state");
@@ -260,7 +293,7 @@ int main() {
   check_problem(Problem(96, 576, 0, kEpilogueStore, 9, true, true, 1), {1, 2, 3, 5, 8, 9}, true);
   check_problem(Problem(100, 96, 0, kEpilogueResidual, 9, false, true, 3), {1, 4, 7, 8, 9}, !quick);
   check_problem(Problem(44, 576, 0, kEpilogueSilu, 8, true, false, 4), {2, 8}, !quick);
-  check_problem(Problem(72, 136, 264, kEpilogueStore, 9, true, false, 6), {3, 8, 9}, true);
+  check_problem(Problem(72, 144, 272, kEpilogueStore, 9, true, false, 6), {3, 8, 9}, true);
   if (quick) return finish("linear");
   check_problem(Problem(1000, 96, 0, kEpilogueLogits, 16, true, false, 5), {1, 2, 8, 11, 16}, false);
   check_problem(Problem(64, 1536, 0, kEpilogueResidual, 8, false, false, 8), {4, 8}, false);

@@ -410,8 +410,9 @@ impl Backend for Machine {
             STOP_ALL_BANNED => bail!("logit-bias and min-tokens leave no token to choose"),
             other => return Err(internal(format!("unknown end {other} in a record"))),
         };
+        let (accepted, drafted) = (word(RECORD_ACCEPTED)? as usize, word(RECORD_DRAFTS)? as usize);
         self.length += n;
-        Ok(Record { accepted: word(RECORD_ACCEPTED)? as usize, drafted: word(RECORD_DRAFTS)? as usize, ngram: 0, tokens, end })
+        Ok(Record { accepted, drafted, ngram: 0, tokens, end })
     }
 
     fn draft(&mut self, _drafts: usize) -> Result<()> {
