@@ -47,7 +47,7 @@ pub struct Reply {
 /// Makes an answer; `show` sees it piece by piece. Ctrl-C ends it early.
 pub fn answer(session: &mut Session, ask: &Ask, show: &mut dyn FnMut(Piece) -> io::Result<()>) -> Result<Reply> {
     let _answering = signal::Answering::begin();
-    let end_ids: Vec<u32> = if ask.ignore_eos { Vec::new() } else { session.end_ids.iter().map(|&(id, _)| id).collect() };
+    let end_ids: Vec<u32> = if ask.ignore_eos { Vec::new() } else { session.end_ids.iter().map(|(id, _)| *id).collect() };
     let mut stream = TextStream::new(&session.tokenizer, ask.stops, false)?;
     let mut text = String::new();
     let mut stop = None;

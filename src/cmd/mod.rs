@@ -83,8 +83,8 @@ pub struct Model {
 pub struct Session {
     pub model: Model,
     pub tokenizer: Tokenizer,
-    /// Ids that end an answer, and which file says so.
-    pub end_ids: Vec<(u32, &'static str)>,
+    /// Ids that end an answer, and which files say so.
+    pub end_ids: Vec<(u32, String)>,
 }
 
 impl Session {
@@ -92,9 +92,14 @@ impl Session {
         let dir = model_dir(options)?;
         let tokenizer = Tokenizer::open(&dir)?;
         let model = Model::load_from(&dir, options)?;
-        let mut end_ids = model.config.eos.clone();
-        end_ids.extend(tokenizer.eos_text_id().map(|id| (id, "tokenizer_config.json")));
-        if let Some(&(id, source)) = end_ids.iter().find(|&&(id, _)| id as usize >= model.config.vocab) {
+        let mut end_ids: Vec<(u32, String)> = model.config.eos.iter().map(|&(id, source)| (id, source.to_string())).collect();
+        if let Some(eos) = tokenizer.eos_text_id() {
+            match end_ids.iter_mut().find(|(id, _)| *id == eos) {
+                Some((_, source)) => source.push_str(" and tokenizer_config.json"),
+                None => end_ids.push((eos, "tokenizer_config.json".into())),
+            }
+        }
+        if let Some((id, source)) = end_ids.iter().find(|(id, _)| *id as usize >= model.config.vocab) {
             bail!("end token {id} of {source}: the model has ids 0 to {}", model.config.vocab - 1);
         }
         if options.verbose > 0 {

@@ -159,17 +159,16 @@ impl Terminal {
         self.master.write_all(keys.as_bytes()).unwrap();
     }
 
-    /// Waits until this text appears after what was waited for before; what came with it.
-    pub fn expect(&mut self, text: &str) -> String {
+    /// Waits until this text appears after what was waited for before.
+    pub fn expect(&mut self, text: &str) {
         let start = Instant::now();
         loop {
-            let new = String::from_utf8_lossy(&self.seen[self.shown..]).into_owned();
-            if let Some(at) = new.find(text) {
-                let end = at + text.len();
-                self.shown += new[..end].len().min(self.seen.len() - self.shown);
-                return new[..end].to_string();
+            let new = &self.seen[self.shown..];
+            if let Some(at) = new.windows(text.len()).position(|window| window == text.as_bytes()) {
+                self.shown += at + text.len();
+                return;
             }
-            assert!(start.elapsed() < LIMIT, "expected {text:?} on the terminal, found {new:?}");
+            assert!(start.elapsed() < LIMIT, "expected {text:?} on the terminal, found {:?}", String::from_utf8_lossy(new));
             self.pump();
         }
     }
