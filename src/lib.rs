@@ -1,4 +1,5 @@
 //! Volley: a decode engine for one person and one stream. ARCHITECTURE.md is the map.
+pub mod cli;
 pub mod cmd;
 pub mod cpu;
 pub mod decode;
