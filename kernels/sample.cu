@@ -196,11 +196,10 @@ __device__ __forceinline__ u64 choose_listed(const SampleParams& p, const u64* l
   __shared__ Digits digits;
   const SamplingParams& o = *p.options;
   const SampleCut cut = p.scratch->cut[blockIdx.y];
-  u64 last_kept = min_p_cut, kept_mass = cut.kept_mass, p_last = cut.p_last;
+  u64 last_kept = min_p_cut, kept_mass = cut.kept_mass;
   if (cut.k_first <= cut.k_last) {
     const u64 k_cut = select<false>(list, n, cut.k_first, cut.k_last, cut.k_rank, digits);
     last_kept = smaller(last_kept, k_cut);
-    p_last = smaller(p_last, k_cut);
     if (cut.p_first <= cut.p_last) {
       u64 mass = 0;
       for (unsigned i = threadIdx.x; i < n; i += kThreads)
@@ -211,7 +210,7 @@ __device__ __forceinline__ u64 choose_listed(const SampleParams& p, const u64* l
     }
   }
   if (cut.p_first <= cut.p_last)
-    last_kept = smaller(last_kept, select<true>(list, n, cut.p_first, p_last, top_p_target(kept_mass, o.top_p) - cut.p_mass_before, digits));
+    last_kept = smaller(last_kept, select<true>(list, n, cut.p_first, cut.p_last, top_p_target(kept_mass, o.top_p) - cut.p_mass_before, digits));
   u64 best = 0;
   for (unsigned i = threadIdx.x; i < n; i += kThreads) {
     const u64 rank = list[i];
@@ -388,7 +387,7 @@ KERNEL(sample_cut, SampleParams, kThreads) {
   }
 }
 
-KERNEL(sample_choose, SampleParams, kThreads, 2) {
+KERNEL(sample_choose, SampleParams, kThreads, 3) {
   pdl_launch_dependents();
   pdl_wait();
   __shared__ u64 warp_word[kWarps], list_at;
