@@ -165,8 +165,7 @@ impl Choice<'_> {
             }
             if s.top_p < 1.0 {
                 let total: u64 = order.iter().map(|&id| mass(z[id as usize])).sum();
-                // Fixed point on both sides: the cut does not depend on the order of a sum.
-                let wanted = (total as f64 * s.top_p as f64).ceil() as u64;
+                let wanted = top_p_target(total, s.top_p);
                 let mut sum = 0u64;
                 let kept = order.iter().position(|&id| {
                     sum += mass(z[id as usize]);
@@ -199,9 +198,25 @@ impl Cut {
     }
 }
 
-/// exp(z) for z <= 0 as a fixed-point number with 40 bits behind the point.
+/// exp(z) * 2^40 for z <= 0, rounded to nearest even: a fixed-point number, so that sums do not depend on their order. Bit for bit what
+/// kernels/sample.cuh computes.
 fn mass(z: f32) -> u64 {
-    (z.exp() * (1u64 << 40) as f32).round_ties_even() as u64
+    if z.is_nan() || z <= -29.0 {
+        return 0; // below 2^-41 everything rounds to 0
+    }
+    let n = (z * 1.442_695).round_ties_even();
+    let r = n * 2.121_944_4e-4 + (n * -0.693_359_375 + z);
+    let mut e = r * (1.0 / 5040.0) + 1.0 / 720.0;
+    for c in [1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+        e = r * e + c;
+    }
+    (e * f32::from_bits(((n as i32 + 40 + 127) as u32) << 23)).round_ties_even() as u64
+}
+
+/// The mass that top-p must reach: the least t >= 1 with t * 2^32 >= kept * round(p * 2^32). Exact.
+fn top_p_target(kept: u64, top_p: f32) -> u64 {
+    let p = (top_p as f64 * 4_294_967_296.0).round_ties_even() as u128;
+    (((kept as u128 * p) + 0xffff_ffff) >> 32).max(1) as u64
 }
 
 /// The best logit and its lowest id; NaN never wins.
@@ -221,12 +236,27 @@ pub fn gumbel(seed: u64, position: u64, id: u32) -> f32 {
     noise(philox(counter, [seed as u32, (seed >> 32) as u32])[(id % 4) as usize])
 }
 
-/// -ln(-ln(1 - v)), v = (bits + 1/2) / 2^32, from -3.14 to 22.88. Each tail has its own form: 1 - v in f32 would round to 1 where v is
-/// small, and give one token in 30 million the noise of a sure winner.
+/// -ln(-ln(1 - v)), v = (bits + 1/2) / 2^32: from v itself where v is small, from 1 - v where that is small, so that no tail is lost to
+/// rounding. Bit for bit what kernels/sample.cuh computes: only single f32 operations.
 fn noise(bits: u32) -> f32 {
-    let unit = |bits: u32| (bits as f32 + 0.5) / 4294967296.0;
-    let e = if bits < 1 << 30 { -(-unit(bits)).ln_1p() } else { -unit(!bits).ln() };
-    -e.ln()
+    let to_unit = 1.0 / 4_294_967_296.0f32;
+    let e = if bits < 1_257_966_797 { -ln_1_plus(-((bits as f32 + 0.5) * to_unit)) } else { -ln((!bits as f32 + 0.5) * to_unit) };
+    -ln(e)
+}
+
+/// ln(1 + f) for f in [-0.2929, 0.4143]: 2 artanh(f / (2 + f)).
+fn ln_1_plus(f: f32) -> f32 {
+    let s = f / (2.0 + f);
+    let w = s * s;
+    let t = (((w * (1.0 / 9.0) + 1.0 / 7.0) * w + 1.0 / 5.0) * w + 1.0 / 3.0) * w + 1.0;
+    (s + s) * t
+}
+
+/// ln(x), x positive and normal.
+fn ln(x: f32) -> f32 {
+    let bits = x.to_bits() as i32;
+    let k = (bits - 0x3f35_04f3) >> 23;
+    k as f32 * std::f32::consts::LN_2 + ln_1_plus(f32::from_bits((bits - k * (1 << 23)) as u32) - 1.0)
 }
 
 /// Philox4x32-10 (Salmon et al. 2011): a counter-based generator.

@@ -8,7 +8,7 @@ use super::params::*;
 use super::weights::Matrix;
 use crate::model::config::Rope;
 use crate::model::plan::{Attention, BufferId, Epilogue, Linear, Pass, Plan, Step, MAX_WIDTH};
-use crate::model::weights::WeightId;
+use crate::model::weights::{Role, WeightId};
 use crate::state_offset;
 use anyhow::{bail, ensure, Context, Result};
 use bytemuck::Zeroable;
@@ -24,8 +24,10 @@ pub struct Kernels {
     attention_rope: Vec<(usize, Kernel)>,
     attention_prefill: Vec<(usize, Kernel)>,
     sample_adjust: Kernel,
-    sample_cut: Kernel,
+    sample_count: Kernel,
     sample_choose: Kernel,
+    sample_settle: Kernel,
+    sample_accept: Kernel,
     prefill_advance: Kernel,
     pub repack: Kernel,
     pub fill_random: Kernel,
@@ -69,8 +71,10 @@ impl Kernels {
             attention_rope: vec![(64, k("attention_rope_64")?), (128, k("attention_rope_128")?)],
             attention_prefill: vec![(64, k("attention_prefill_64")?), (128, k("attention_prefill_128")?)],
             sample_adjust: k("sample_adjust")?,
-            sample_cut: k("sample_cut")?,
+            sample_count: k("sample_count")?,
             sample_choose: k("sample_choose")?,
+            sample_settle: k("sample_settle")?,
+            sample_accept: k("sample_accept")?,
             prefill_advance: k("prefill_advance")?,
             repack: k("repack")?,
             fill_random: k("fill_random")?,
@@ -103,6 +107,9 @@ pub struct Arena {
     pub options: Memory,
     pub sample_scratch: Memory,
     pub sample_list: Memory,
+    /// The head's maximum of each of its blocks, [MAX_WIDTH, head_blocks] f32 and their ids.
+    pub max_value: Memory,
+    pub max_id: Memory,
     pub counts: Memory,
     pub bias: Memory,
     pub history: Memory,
@@ -183,6 +190,19 @@ pub fn norms(plan: &Plan) -> Norms {
     norms
 }
 
+/// What a request asks of the sampling kernels. Both give the same token where both apply; greedy is three kernels shorter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Choice {
+    /// Temperature 0 and nothing that changes logits: the head's own maxima decide.
+    Greedy,
+    Sampled,
+}
+
+/// Blocks of a skinny linear kernel: as many as stay on the GPU at once, fewer where there is less to do.
+pub fn linear_blocks(groups: usize, n_sms: usize) -> usize {
+    groups.min(2 * n_sms)
+}
+
 /// A pass being launched: on the stream, or into a capture.
 pub struct Launcher<'a> {
     pub gpu: &'a Gpu,
@@ -192,6 +212,7 @@ pub struct Launcher<'a> {
     pub norms: &'a Norms,
     /// KV chunks that the pass covers: its positions are below the end of the last.
     pub chunks: usize,
+    pub choice: Choice,
 }
 
 impl Launcher<'_> {
@@ -356,12 +377,21 @@ impl Launcher<'_> {
             let grid = (rows.div_ceil(m), matrix.n_tiles.div_ceil(n / 16), 1);
             return self.launch(&self.kernels.linear_prefill, grid, threads, PREFILL_SHARED, &params);
         }
-        // Two tiles a block where there are enough of them to fill the GPU.
-        let columns = rows.div_ceil(8);
-        let tiles = if columns == 1 && matrix.n_tiles >= 8 * self.gpu.info().n_sms { 2 } else { 1 };
+        let (variant, blocks) = self.variant(matrix.n_tiles)?;
+        if params.epilogue == EPILOGUE_LOGITS {
+            params.max_value = arena.max_value.at(0);
+            params.max_id = arena.max_id.at(0);
+        }
+        self.launch(&variant.kernel, (blocks, 1, 1), variant.threads, 0, &params)
+    }
+
+    /// The kernel for a matrix of `n_tiles` tiles in this pass, and its blocks. Two tiles a block where there are enough to fill the GPU.
+    fn variant(&self, n_tiles: usize) -> Result<(&LinearVariant, usize)> {
+        let columns = self.rows().div_ceil(8);
+        let n_sms = self.gpu.info().n_sms;
+        let tiles = if columns == 1 && n_tiles >= 8 * n_sms { 2 } else { 1 };
         let variant = self.kernels.linear.iter().find(|v| v.columns == columns && v.tiles == tiles).context("no variant")?;
-        let groups = matrix.n_tiles.div_ceil(tiles);
-        self.launch(&variant.kernel, (groups.min(2 * self.gpu.info().n_sms), 1, 1), variant.threads, 0, &params)
+        Ok((variant, linear_blocks(n_tiles.div_ceil(tiles), n_sms)))
     }
 
     fn attention(&self, a: &Attention) -> Result<()> {
@@ -404,6 +434,7 @@ impl Launcher<'_> {
 
     fn accept(&self, logits: BufferId, vocab: usize) -> Result<()> {
         let arena = self.arena;
+        let head = &arena.matrices[&WeightId::new(Role::Head, None)];
         let params = SampleParams {
             logits: arena.buffer(self.plan, logits),
             state: arena.state(0),
@@ -414,15 +445,21 @@ impl Launcher<'_> {
             bias: arena.bias.at(0),
             history: arena.history.at(0),
             ring: arena.ring,
+            max_value: arena.max_value.at(0),
+            max_id: arena.max_id.at(0),
             vocab: vocab as i32,
             stride: self.plan.buffer(logits).dim as i32,
-            prefill: 0,
-            pad: 0,
+            n_max: self.variant(head.n_tiles)?.1 as i32,
+            width: self.rows() as i32,
         };
-        let grid = (vocab.div_ceil(SAMPLE_SLICE), self.rows(), 1);
-        for kernel in [&self.kernels.sample_adjust, &self.kernels.sample_cut, &self.kernels.sample_choose] {
-            self.launch(kernel, grid, 256, 0, &params)?;
+        let k = self.kernels;
+        if self.choice == Choice::Sampled {
+            let wide = (vocab.div_ceil(SAMPLE_SLICE).max(2 * self.gpu.info().n_sms / self.rows()), self.rows(), 1);
+            for kernel in [&k.sample_adjust, &k.sample_count, &k.sample_choose] {
+                self.launch(kernel, wide, 256, 0, &params)?;
+            }
+            self.launch(&k.sample_settle, (1, self.rows(), 1), 256, 0, &params)?;
         }
-        Ok(())
+        self.launch(&k.sample_accept, (1, 1, 1), 256, 0, &params)
     }
 }

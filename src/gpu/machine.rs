@@ -3,7 +3,7 @@
 //! The sequence lives in device memory (params.rs, State); the host queues passes and reads their records from a ring in pinned memory. What
 //! a pass launches is kernels.rs; weights come from weights.rs.
 use super::device::{Gpu, Graph, Pinned};
-use super::kernels::{attention_partial_floats, norms, Arena, Kernels, Launcher, Norms};
+use super::kernels::{attention_partial_floats, linear_blocks, norms, Arena, Choice, Kernels, Launcher, Norms};
 use super::params::*;
 use super::weights::{Layout, Source};
 use crate::decode::policy::Costs;
@@ -37,7 +37,7 @@ pub struct Options {
 
 pub struct Machine {
     // Graphs go before the memory that their kernels point at.
-    graphs: BTreeMap<(Pass, usize), Option<Graph>>,
+    graphs: BTreeMap<(Pass, usize, Choice), Option<Graph>>,
     plans: BTreeMap<Pass, (Plan, Norms)>,
     config: Config,
     context: usize,
@@ -56,6 +56,8 @@ pub struct Machine {
     queued: VecDeque<(u32, usize)>,
     /// Rows in the cache when all that was read is counted.
     length: usize,
+    /// What this request needs of sampling.
+    choice: Choice,
     counters: Counters,
     pub timings: StartTimings,
 }
@@ -160,6 +162,8 @@ impl Machine {
             options: gpu.allocate(std::mem::size_of::<SamplingParams>())?,
             sample_scratch: gpu.allocate(SAMPLE_SCRATCH_BYTES)?,
             sample_list: gpu.allocate(MAX_WIDTH * config.vocab * 8)?,
+            max_value: gpu.allocate(4 * MAX_WIDTH * linear_blocks(usize::MAX, gpu.info().n_sms))?,
+            max_id: gpu.allocate(4 * MAX_WIDTH * linear_blocks(usize::MAX, gpu.info().n_sms))?,
             counts: gpu.allocate(4 * config.vocab)?,
             bias: gpu.allocate(4 * config.vocab)?,
             history: gpu.allocate(4 * capacity)?,
@@ -183,6 +187,7 @@ impl Machine {
             passes: 0,
             queued: VecDeque::new(),
             length: 0,
+            choice: Choice::Greedy,
             counters: Counters::default(),
             timings,
         };
@@ -197,15 +202,17 @@ impl Machine {
         let last = *self.buckets.last().expect("never empty");
         let passes: Vec<Pass> = self.plans.keys().copied().collect();
         for &pass in &passes {
-            self.launcher(pass, last).run()?;
+            self.launcher(pass, last, Choice::Sampled).run()?;
             self.passes += 1;
         }
         self.gpu.synchronize()?;
         for pass in passes {
             // Only decode attention has a grid that depends on the context.
             let decode = self.plans[&pass].0.rows() <= MAX_WIDTH;
-            for chunks in if decode { self.buckets.clone() } else { vec![last] } {
-                let launcher = self.launcher(pass, chunks);
+            let choices: &[Choice] = if let Pass::Verify { .. } = pass { &[Choice::Greedy, Choice::Sampled] } else { &[Choice::Greedy] };
+            let buckets = if decode { self.buckets.clone() } else { vec![last] };
+            for (chunks, &choice) in buckets.into_iter().flat_map(|b| choices.iter().map(move |c| (b, c))) {
+                let launcher = self.launcher(pass, chunks, choice);
                 let captured = if (options.fail_capture)(pass) {
                     Err(anyhow::anyhow!("refused by the test"))
                 } else {
@@ -219,7 +226,7 @@ impl Machine {
                         None
                     }
                 };
-                self.graphs.insert((pass, chunks), graph);
+                self.graphs.insert((pass, chunks, choice), graph);
             }
         }
         self.timings.capture_ms = start.elapsed().as_secs_f64() * 1e3;
@@ -227,8 +234,9 @@ impl Machine {
         Ok(())
     }
 
-    fn launcher(&self, pass: Pass, chunks: usize) -> Launcher<'_> {
-        Launcher { gpu: &self.gpu, kernels: &self.kernels, arena: &self.arena, plan: &self.plans[&pass].0, norms: &self.plans[&pass].1, chunks }
+    fn launcher(&self, pass: Pass, chunks: usize, choice: Choice) -> Launcher<'_> {
+        let (plan, norms) = &self.plans[&pass];
+        Launcher { gpu: &self.gpu, kernels: &self.kernels, arena: &self.arena, plan, norms, chunks, choice }
     }
 
     /// The context bucket of a pass that ends at position `end`; only decode attention has one.
@@ -272,10 +280,11 @@ impl Machine {
     /// Queues a pass that ends at position `end`.
     fn queue(&mut self, pass: Pass, end: usize) -> Result<()> {
         let chunks = self.chunks(pass, end);
-        match &self.graphs[&(pass, chunks)] {
+        let choice = if let Pass::Verify { .. } = pass { self.choice } else { Choice::Greedy };
+        match &self.graphs[&(pass, chunks, choice)] {
             Some(graph) => self.gpu.replay(graph)?,
             None => {
-                self.launcher(pass, chunks).run()?;
+                self.launcher(pass, chunks, choice).run()?;
                 self.counters.eager += 1;
             }
         }
@@ -407,6 +416,12 @@ impl Backend for Machine {
         };
         self.set_state(&state)?;
         self.length = keep;
+        let adjusts = sampling.repetition_penalty != 1.0
+            || sampling.presence_penalty != 0.0
+            || sampling.frequency_penalty != 0.0
+            || sampling.min_tokens > 0
+            || !sampling.logit_bias.is_empty();
+        self.choice = if sampling.temperature == 0.0 && !adjusts { Choice::Greedy } else { Choice::Sampled };
         self.queued.clear();
         Ok(())
     }
@@ -444,8 +459,7 @@ impl Backend for Machine {
             STOP_EOS => Some(End::Eos(*tokens.last().unwrap_or(&0))),
             STOP_LENGTH => Some(End::Length),
             STOP_CONTEXT => Some(End::Context),
-            STOP_NOT_FINITE => return Err(internal("a row of logits is not finite")),
-            STOP_ALL_BANNED => bail!("logit-bias and min-tokens leave no token to choose"),
+            STOP_NO_CHOICE => bail!("no token can be chosen: logit-bias and min-tokens ban all of them, or the logits are not finite"),
             other => return Err(internal(format!("unknown end {other} in a record"))),
         };
         let (accepted, drafted) = (word(RECORD_ACCEPTED)? as usize, word(RECORD_DRAFTS)? as usize);
@@ -480,7 +494,7 @@ impl Backend for Machine {
         self.begin_timing(width, depth)?;
         let pass = Pass::Verify { width };
         let chunks = self.chunks(pass, depth + width);
-        let graph = self.graphs[&(pass, chunks)].as_ref().context("the graph was not captured")?;
+        let graph = self.graphs[&(pass, chunks, Choice::Greedy)].as_ref().context("the graph was not captured")?;
         self.time_replays(graph, n)
     }
 
@@ -488,7 +502,7 @@ impl Backend for Machine {
         const RUNS: usize = 30;
         self.begin_timing(1, depth)?;
         let pass = Pass::Verify { width: 1 };
-        let launcher = self.launcher(pass, self.chunks(pass, depth + 1));
+        let launcher = self.launcher(pass, self.chunks(pass, depth + 1), Choice::Greedy);
         let median = |skip: Option<&str>| -> Result<f64> {
             let graph = self.gpu.capture(|| launcher.run_without(skip))?;
             let mut times = self.time_replays(&graph, RUNS)?;

@@ -28,9 +28,9 @@ params! {
         seed: u64, top_p: u64, temperature: f32, min_z: f32, top_k: i32, repetition_penalty: f32, presence_penalty: f32,
         frequency_penalty: f32, has_bias: i32, min_tokens: i32, max_tokens: i32, context: i32, n_eos: i32, pad: i32, eos: [i32; 16],
     }
-    SampleParams: 88 {
-        logits: u64, state: u64, options: u64, scratch: u64, list: u64, counts: u64, bias: u64, history: u64, ring: u64,
-        vocab: i32, stride: i32, prefill: i32, pad: i32,
+    SampleParams: 104 {
+        logits: u64, state: u64, options: u64, scratch: u64, list: u64, counts: u64, bias: u64, history: u64, ring: u64, max_value: u64,
+        max_id: u64, vocab: i32, stride: i32, n_max: i32, width: i32,
     }
     AdvanceParams: 16 { state: u64, ring: u64 }
     LinearPart: 48 { weights: u64, x: u64, squares: u64, inv: u64, k: i32, x_stride: i32, segment_blocks: u16, n_segments: u16, eps: f32 }
@@ -71,8 +71,8 @@ pub const ROWS_UP: i32 = 2;
 pub const STOP_EOS: u32 = 1;
 pub const STOP_LENGTH: u32 = 2;
 pub const STOP_CONTEXT: u32 = 3;
-pub const STOP_NOT_FINITE: u32 = 4;
-pub const STOP_ALL_BANNED: u32 = 5;
+/// No finite logit, or all banned.
+pub const STOP_NO_CHOICE: u32 = 4;
 
 /// The ring of records: RECORD_WORDS words of (pass << 32 | value) at RECORD_WORDS * (pass % RECORDS).
 pub const RECORDS: usize = 64;
@@ -86,7 +86,7 @@ pub const RECORD_TOKENS: usize = 8;
 /// Logits of a row that one block of the sampling kernels handles.
 pub const SAMPLE_SLICE: usize = 4032;
 /// sizeof(SampleScratch)
-pub const SAMPLE_SCRATCH_BYTES: usize = 16 * (8 + 8 + 4 + 4) + 16 + 16 * 72 + 16 * 1024 * 12;
+pub const SAMPLE_SCRATCH_BYTES: usize = 16 * (8 + 8 + 4) + 16 * 80 + 16 * 1024 * 12;
 /// Bit of a token's count that says it is in the prompt.
 pub const IN_PROMPT: u32 = 1 << 31;
 
