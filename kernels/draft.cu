@@ -14,32 +14,44 @@ __device__ __forceinline__ void set_drafts(State& s, const SamplingParams& o, in
 
 }  // namespace
 
-// argmax of l / T + g over the draft ids, g being the noise with which the target will choose that same position; at temperature 0 of l. Ties: lower id.
-// (The target's top-k, top-p and penalties are not applied.) Work: a grid-stride loop over ids; the last block takes the best.
+// argmax over the draft ids of z + g, z = (l - max l) / T, g being the noise with which the target will choose that same position; at temperature 0 of l,
+// which the head's maxima tell: block 0 alone. Ties: lower id. (The target's top-k, top-p and penalties are not applied.) An id a thread in turns; the last
+// block takes the best. sample_choose explains `bound`.
 KERNEL(draft_choose, DraftParams, kDraftThreads) {
   pdl_launch_dependents();
+  const SamplingParams o = load_front<3>(p.options);
   pdl_wait();
   __shared__ u64 warp_best[kDraftThreads / 32];
   __shared__ unsigned flag;
   State& s = *p.state;
-  const SamplingParams& o = *p.options;
-  if (s.done) return;
+  if (s.done || (o.temperature == 0 && blockIdx.x != 0)) return;
   const int row = p.row >= 0 ? p.row : max(s.emitted, 1) - 1, position = s.history_length + p.index;
   const float* logits = p.logits + (size_t)row * p.stride;
-  u64 best = 0;
-  for (int i = blockIdx.x * kDraftThreads + threadIdx.x; i < p.vocab; i += gridDim.x * kDraftThreads) {
-    const unsigned id = p.target_ids ? p.target_ids[i] : i;
-    float l = logits[i];
-    if (o.temperature != 0) l = __fadd_rn(__fdiv_rn(l, o.temperature), noise(noise_bits_of(o.seed, position, id)));
-    if (l == l) best = larger(best, preference(l, id));
+  u64 best = block_max(head_max(p.max_value, p.max_id, p.n_max, row, threadIdx.x, kDraftThreads), warp_best);
+  const float max_logit = value_of(best);
+  if (o.temperature != 0) {
+    float bound = -3.14f;
+    best = 0;
+    for (int i = blockIdx.x * kDraftThreads + threadIdx.x; i < p.vocab; i += gridDim.x * kDraftThreads) {
+      const unsigned id = p.target_ids ? p.target_ids[i] : i;
+      const float z = __fdiv_rn(__fsub_rn(logits[i], max_logit), o.temperature);
+      const unsigned bits = noise_bits_of(o.seed, position, id);
+      if (!((float)bits * (1.0f / 4294967296.0f) < 1.01f * exp2f((z - bound) * 1.44269504f))) continue;
+      const float score = __fadd_rn(z, noise(bits));
+      bound = fmaxf(bound, score);
+      if (score == score) best = larger(best, preference(score, i));
+    }
+    best = block_max(best, warp_best);
+    if (threadIdx.x == 0) atomicMax(&p.scratch->best, best);
+    if (!last_to_arrive(&p.scratch->arrivals, gridDim.x, &flag)) return;
+    best = p.scratch->best;
   }
-  best = block_max(best, warp_best);
-  if (threadIdx.x == 0) atomicMax(&p.scratch->best, best);
-  if (!last_to_arrive(&p.scratch->arrivals, gridDim.x, &flag) || threadIdx.x != 0) return;
-  best = p.scratch->best;
+  if (threadIdx.x != 0) return;
   p.scratch->best = 0;
-  s.drafts[p.index] = best ? (int)id_of(best) : 0;              // only NaN: any draft will do
-  if (p.index == p.n_drafts - 1) set_drafts(s, o, p.n_drafts);
+  const unsigned i = best ? id_of(best) : 0;                    // no finite logit: any draft will do
+  const int draft = i < (unsigned)p.vocab ? (int)i : 0;
+  s.drafts[p.index] = p.target_ids ? p.target_ids[draft] : draft;
+  if (p.index == p.n_drafts - 1) set_drafts(s, *p.options, p.n_drafts);
 }
 
 // For each place in the history, how many tokens up to it equal the history's last ones, max_n at most; the longest wins, of equals the most recent. What

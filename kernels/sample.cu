@@ -107,18 +107,24 @@ template <bool by_mass> __device__ __forceinline__ u64 select(const u64* list, u
     __syncthreads();
     unsigned run = 0, run_count = 0;
     u64 run_weight = 0;
-    for (unsigned i = tid; i < n; i += kThreads) {
-      const u64 rank = list[i];
-      if (rank < first || rank > last) continue;
-      const unsigned digit = (unsigned)((rank - first) >> shift);
-      if (digit != run && run_count) {
-        atomicAdd(&d.weight[run], run_weight);
-        atomicAdd(&d.count[run], run_count);
-        run_weight = run_count = 0;
+    for (unsigned i = tid; i < n; i += 4 * kThreads) {
+      u64 ranks[4];                                             // four loads under way
+#pragma unroll
+      for (unsigned j = 0; j < 4; j++) ranks[j] = i + j * kThreads < n ? list[i + j * kThreads] : ~0ull;   // ~0 is beyond every `last`
+#pragma unroll
+      for (unsigned j = 0; j < 4; j++) {
+        const u64 rank = ranks[j];
+        if (rank < first || rank > last) continue;
+        const unsigned digit = (unsigned)((rank - first) >> shift);
+        if (digit != run && run_count) {
+          atomicAdd(&d.weight[run], run_weight);
+          atomicAdd(&d.count[run], run_count);
+          run_weight = run_count = 0;
+        }
+        run = digit;
+        run_count++;
+        run_weight += by_mass ? probability_mass(z_of(rank)) : 1;
       }
-      run = digit;
-      run_count++;
-      run_weight += by_mass ? probability_mass(z_of(rank)) : 1;
     }
     if (run_count) {
       atomicAdd(&d.weight[run], run_weight);

@@ -10,6 +10,23 @@ static SamplingParams plain_options(float temperature) {
   o.seed = 0xfeedface12345ull; o.top_p = 1ull << 32; o.temperature = temperature; o.min_z = -INFINITY; o.repetition_penalty = 1; o.max_tokens = 1000; o.context = 1000;
   return o;
 }
+// What a head leaves beside its logits: the maxima of its blocks.
+struct Maxima {
+  std::vector<float> value;
+  std::vector<int> id;
+  int n;
+  Maxima(const std::vector<float>& l, int rows, int vocab, int stride) : n(1 + chance() % 7) {
+    value.assign((size_t)rows * n, -INFINITY);
+    id.assign((size_t)rows * n, 0x7fffffff);
+    for (int r = 0; r < rows; r++)
+      for (int i = 0; i < vocab; i++) {
+        const float x = l[(size_t)r * stride + i];
+        const size_t at = r * n + i / 16 % n;
+        if (x > value[at]) { value[at] = x; id[at] = i; }
+      }
+  }
+  template <class P> void give(P& p) const { p.max_value = value.data(); p.max_id = id.data(); p.n_max = n; }
+};
 static bool clean(const DraftScratch& s) { return s.best == 0 && s.arrivals == 0; }
 
 static void test_choose() {
@@ -30,6 +47,8 @@ static void test_choose() {
             DraftParams p{};
             p.logits = l.data(); p.state = &s; p.options = &o; p.scratch = &scratch; p.target_ids = mapped ? ids.data() : nullptr; p.vocab = vocab; p.stride = vocab + 3;
             p.n_drafts = 3;
+            const Maxima maxima(l, 5, vocab, p.stride);
+            maxima.give(p);
             bool ok = true;
             for (p.index = 0; p.index < 3; p.index++) {
               p.row = p.index == 0 ? -1 : p.index;
@@ -59,6 +78,8 @@ static void test_same_noise() {
     DraftScratch scratch{};
     DraftParams d{};
     d.logits = l.data(); d.state = &s; d.options = &o; d.scratch = &scratch; d.vocab = d.stride = vocab; d.n_drafts = width - 1;
+    const Maxima maxima(l, width, vocab, vocab);
+    maxima.give(d);
     for (d.index = d.row = 0; d.index < width - 1; d.index++, d.row++) run("draft_choose", dim3(2), 256, d);
     check(s.rows == width, "drafts fill the next pass");
     std::vector<SampleScratch> sample(1);
@@ -68,9 +89,10 @@ static void test_same_noise() {
     std::vector<unsigned long long> ring(RECORDS * RECORD_WORDS);
     SampleParams p{};
     p.logits = l.data(); p.state = &s; p.options = &o; p.scratch = sample.data(); p.counts = counts.data(); p.history = history.data(); p.ring = ring.data();
-    p.vocab = p.stride = vocab;
-    run("sample_adjust", dim3(1, width), 256, p);
+    p.vocab = p.stride = vocab; p.width = width;
+    maxima.give(p);
     run("sample_choose", dim3(1, width), 256, p);
+    run("sample_accept", dim3(1), 256, p);
     check(s.accepted == width - 1 && s.emitted == width, "T %.0f: %d of %d drafts from equal logits accepted", temperature, s.accepted, width - 1);
   }
 }
@@ -118,6 +140,8 @@ static void test_done() {
   run("ngram_draft", dim3(1), 256, g);
   DraftParams d{};
   d.logits = l.data(); d.state = &s; d.options = &o; d.scratch = &scratch; d.vocab = d.stride = 64; d.n_drafts = 1;
+  const Maxima maxima(l, 1, 64, 64);
+  maxima.give(d);
   run("draft_choose", dim3(1), 256, d);
   check(std::memcmp(&s, &before, sizeof s) == 0 && clean(scratch), "a done sequence gets no drafts");
 }
