@@ -59,8 +59,8 @@ fn usage_errors_are_one_line_and_exit_2() {
     check(&["run", "--json=yes", "hi"], &["--json takes no value"]);
     check(&["run", "--device", "tpu", "hi"], &["auto, cpu or cuda"]);
     check(&["run", "--logit-bias", "5", "hi"], &["ID=X"]);
-    check(&["bench", "-d", "0,x"], &["--depth", "0,x"]);
-    check(&["bench", "-r", "0"], &["--repeat", "from 1"]);
+    check(&["bench", "-d", "0,x"], &["-d", "0,x"]);
+    check(&["bench", "-r", "0"], &["-r", "from 1"]);
     check(&["bench", "-p", "0"], &["prompt-tokens 0"]);
     check(&["run", "-m", "/nowhere", "hi"], &["/nowhere"]);
 }
