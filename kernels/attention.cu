@@ -7,13 +7,14 @@
 //
 // ---- The order of every sum ----
 // A column is one (row, query head) pair of a KV head: column = row * group + head in group. Columns are the 16-row operand of mma_bf16.
-//   step:  64 positions from a multiple of 64. Scores: one accumulator per position, 16 dims an mma, in the order of dim_of_piece. m = the maximum.
-//          p = exp2((s - m) * scale * log2 e), rounded to bf16; l = sum of the rounded p (so the weights add up to one as they are used): lane t of a
-//          quad adds its two positions of tiles 0..7 in order, then the quad adds over xor 1, xor 2. o = p v from zero, 16 positions an mma, ascending tiles.
-//   chunk: steps folded in ascending order, from an empty state (m = -inf, l = 0, o = 0). Boundaries: attention_chunk_begin in params.h.
-//   row:   chunks folded in ascending order from an empty state; out = bf16(o * (1 / l)).
-// fold() is exact when one side is empty, so a position that a column must not see changes nothing as long as the cache there is finite; hence also
-// a row of 64-wide chunks may be folded step by step without a state per chunk.
+//   step:  64 positions from a multiple of 64, inside a chunk. Scores: one accumulator per position, 16 dims an mma, pieces of 32 dims in ascending order.
+//          m' = max(m, maximum of the step); p = exp2((s - m') * scale * log2 e), rounded to bf16; o = o * exp2(m - m') + p v, in one accumulator a dim, 16
+//          positions an mma, ascending tiles; l = l * exp2(m - m') + the sum of the rounded p (so the weights add up to one as they are used): lane t of a
+//          quad adds its two positions of tiles 0..7 in order, then the quad adds over xor 1, xor 2.
+//   chunk: its steps in ascending order, from an empty state (m = -inf, l = 0, o = 0). Boundaries: attention_chunk_begin in params.h.
+//   row:   chunks folded in ascending order into an empty state, (m, l, o) and (m', l', o') both scaled to the larger maximum; out = bf16(o * (1 / l)).
+// A position that a column must not see has p = 0, an empty chunk folds to nothing: neither changes a bit, as long as V is finite there. Columns of one
+// pass that end in different steps or chunks thus share them.
 //
 // ---- Order of 16-byte pieces (the 8-column operand comes straight from the cache, no transposition) ----
 // K is stored [position][dim], V is stored transposed [dim][position], so that a lane finds eight neighbours along the summed axis in 16 bytes.
@@ -26,10 +27,10 @@ namespace {
 
 constexpr int kStep = kAttentionStep;
 constexpr int kTiles = kStep / 8;
-// Up to this many 64-wide chunks one block does all of a KV head and no partials are written: a step more costs a block about as much as a quarter of
-// the write, the counter and the combine.
+// Up to this many chunks one block does all of a KV head and no partials are written: a step more costs a block about as much as a quarter of the write,
+// the counter and the combine.
 constexpr int kDirectChunks = 4;
-static_assert(kDirectChunks * kStep <= kAttentionNarrowEnd, "the direct path folds steps as if they were chunks");
+static_assert(kDirectChunks * kStep <= kAttentionNarrowEnd, "the direct path takes every chunk to be one step");
 
 // ---- the state of a softmax, for the two columns g and g+8 of a lane ----
 struct Factors { float keep, add; };
@@ -158,7 +159,7 @@ template <int HD> __device__ __forceinline__ const uint4* v_pieces(const Attenti
 // Grid: (chunks of the captured context, KV heads, ceil(max_rows * group / (16 TILES))). A block of 8 warps does one chunk for 16 TILES columns; blocks
 // without a live chunk leave at once. Low block indices take the newest chunks: they are the widest and hold the rows to be written.
 // A step: warp w scores tile w (8 positions, all dims: head_dim / 32 pieces a lane), the warps exchange maxima and probabilities through shared memory,
-// then warp w sums dims w, of head_dim / 64 tiles of 8. Every byte of the step is thus under way before the first is used, and the next step's K
+// then warp w sums over them for head_dim / 64 tiles of 8 dims. Every byte of the step is thus under way before the first is used, and the next step's K
 // and V are requested as soon as this step's registers are free. Rows of this pass are patched into the loaded pieces from shared memory, since the
 // block that writes them to the cache would wait long to read them back.
 // Shared memory: q in operand order, new rows of K and V (16 each), maxima, sums, probabilities: 42 KB at most.
@@ -208,8 +209,9 @@ template <int HD, int TILES> __device__ void attention_decode(const AttentionPar
   SHARED(bf16, new_k, [kMaxRows][HD]);
   SHARED(bf16, new_v, [kMaxRows][HD]);
   SHARED(float, tile_max, [TILES][16][kTiles]);          // [column tile][column][tile of 8 positions]
-  SHARED(float, step_max, [kColumns]);
-  SHARED(float, row_sum, [kColumns]);                    // l of the block's chunk
+  SHARED(float, state_max, [2][kColumns]);               // m before and after the step under way
+  SHARED(float, state_sum, [kColumns]);                  // l at the end
+  SHARED(Factors, factors, [kColumns]);
   SHARED(float2, tile_sum, [TILES][kTiles][32]);         // per lane, columns g and g+8
   SHARED(uint2, probability, [TILES][kTiles][32]);
   SHARED(int, last_position, [kColumns]);                // of a column; -1 where there is none
@@ -265,7 +267,10 @@ template <int HD, int TILES> __device__ void attention_decode(const AttentionPar
         reinterpret_cast<uint16_t*>(&operand)[(dim & 2) * 2 + (c >> 3 & 1) * 2 + (dim & 1)] = bits;
       });
     }
-    if (lane == 0) last_position[c] = c < n_columns ? length + row : -1;
+    if (lane == 0) {
+      last_position[c] = c < n_columns ? length + row : -1;
+      state_max[0][c] = -INFINITY;
+    }
   }
   for (int r = warp; r < n_new; r += kDecodeWarps) {
     const int position = first_new + r;
@@ -284,16 +289,18 @@ template <int HD, int TILES> __device__ void attention_decode(const AttentionPar
   __syncthreads();
 
   const float scale_log2 = p.scale * 1.44269504f;
-  float m[TILES][2], l = 0.f, o[TILES][NT][4];      // l: of column g + 8 (w % 2) of column tile w / 2, in warp w
+  // The state of a wide chunk, or, where chunks are steps, of all chunks up to here (of several only in the direct path).
+  const bool wide = begin >= kAttentionNarrowEnd;
+  float l = 0.f, o[TILES][NT][4];      // l: of column g + 8 (w % 2) of column tile w / 2, in warp w
 #pragma unroll
-  for (int c = 0; c < TILES; c++) {
-    m[c][0] = m[c][1] = -INFINITY;
+  for (int c = 0; c < TILES; c++)
 #pragma unroll
     for (int n = 0; n < NT; n++) o[c][n][0] = o[c][n][1] = o[c][n][2] = o[c][n][3] = 0.f;
-  }
 
-  for (int position = begin; position < stop; position += kStep) {
-    if (position + kStep > first_new && n_new > 0) {       // rows of this pass are not in the cache yet
+  int now = 0;      // which state_max is that before the step
+  for (int position = begin; position < stop; position += kStep, now ^= 1) {
+    const bool tail = position + kStep > first_new;
+    if (tail) {       // rows of this pass are not in the cache yet
       const int k_row = position + tile_position(warp, g) - first_new;
       if (k_row >= 0 && k_row < n_new) {
 #pragma unroll
@@ -331,7 +338,7 @@ template <int HD, int TILES> __device__ void attention_decode(const AttentionPar
 #pragma unroll
     for (int c = 0; c < TILES; c++) {
       if (c >= n_tiles) break;
-      if (position + kStep > length) {
+      if (tail) {
         const int at = position + tile_position(warp, 2 * t), low = last_position[16 * c + g], high = last_position[16 * c + g + 8];
         s[c][0] = visible(at, low) ? s[c][0] : -INFINITY; s[c][1] = visible(at + 1, low) ? s[c][1] : -INFINITY;
         s[c][2] = visible(at, high) ? s[c][2] : -INFINITY; s[c][3] = visible(at + 1, high) ? s[c][3] : -INFINITY;
@@ -344,15 +351,23 @@ template <int HD, int TILES> __device__ void attention_decode(const AttentionPar
 #pragma unroll
     for (int c = 0; c < TILES; c++) {
       if (c >= n_tiles) break;
-      float new_m[2];
+      float reference[2];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
+        const int column = 16 * c + 8 * half + g;
         const float4* at = reinterpret_cast<const float4*>(tile_max[c][g + 8 * half]);
         const float4 a = at[0], b = at[1];
-        new_m[half] = fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
-        if (warp == 0 && t == 0) step_max[16 * c + 8 * half + g] = new_m[half];
+        const float step_max = fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
+        const float before = state_max[now][column];
+        reference[half] = wide ? fmaxf(before, step_max) : step_max;
+        if (warp == 2 * c + half && t == 0) {
+          Factors f;
+          state_max[now ^ 1][column] = fold_maximum(before, step_max, scale_log2, f);
+          if (wide) f.add = 1.f;
+          factors[column] = f;
+        }
       }
-      const uint2 pair = tile_probabilities(s[c], new_m[0], new_m[1], scale_log2);
+      const uint2 pair = tile_probabilities(s[c], reference[0], reference[1], scale_log2);
       probability[c][warp][lane] = pair;
       tile_sum[c][warp][lane] = make_float2(pair_sum(pair.x), pair_sum(pair.y));
     }
@@ -363,9 +378,7 @@ template <int HD, int TILES> __device__ void attention_decode(const AttentionPar
 #pragma unroll
     for (int c = 0; c < TILES; c++) {
       if (c >= n_tiles) break;
-      Factors f_low, f_high;
-      m[c][0] = fold_maximum(m[c][0], step_max[16 * c + g], scale_log2, f_low);
-      m[c][1] = fold_maximum(m[c][1], step_max[16 * c + g + 8], scale_log2, f_high);
+      const Factors f_low = factors[16 * c + g], f_high = factors[16 * c + g + 8];
       if (warp >> 1 == c) {
         const float* at = reinterpret_cast<const float*>(&tile_sum[c][0][lane]) + (warp & 1);
         float sum = 0.f;
@@ -375,7 +388,9 @@ template <int HD, int TILES> __device__ void attention_decode(const AttentionPar
       }
       float sum[NT][4];
 #pragma unroll
-      for (int n = 0; n < NT; n++) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0.f;
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) sum[n][e] = wide ? __fmul_rn(o[c][n][e], e < 2 ? f_low.keep : f_high.keep) : 0.f;
 #pragma unroll
       for (int b = 0; b < 2; b++)
 #pragma unroll
@@ -385,15 +400,14 @@ template <int HD, int TILES> __device__ void attention_decode(const AttentionPar
           for (int n = 0; n < NT; n++) mma_bf16(sum[n], make_uint4(first.x, first.y, second.x, second.y), h ? v[n][b].z : v[n][b].x, h ? v[n][b].w : v[n][b].y);
         }
 #pragma unroll
-      for (int n = 0; n < NT; n++) {
-        o[c][n][0] = fold(o[c][n][0], sum[n][0], f_low); o[c][n][1] = fold(o[c][n][1], sum[n][1], f_low);
-        o[c][n][2] = fold(o[c][n][2], sum[n][2], f_high); o[c][n][3] = fold(o[c][n][3], sum[n][3], f_high);
-      }
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) o[c][n][e] = wide ? sum[n][e] : fold(o[c][n][e], sum[n][e], e < 2 ? f_low : f_high);
     }
     if (position + kStep < stop) load_v();
   }
 
-  if (t == 0 && warp < 2 * TILES) row_sum[16 * (warp >> 1) + 8 * (warp & 1) + g] = l;
+  if (t == 0 && warp < 2 * TILES) state_sum[16 * (warp >> 1) + 8 * (warp & 1) + g] = l;
   __syncthreads();
   const int padded_columns = gridDim.z * kColumns;
   const size_t chunk_stride = (size_t)padded_columns * (HD + 2);
@@ -405,7 +419,7 @@ template <int HD, int TILES> __device__ void attention_decode(const AttentionPar
       const int column = 16 * c + 8 * half + g;
       if (column >= n_columns) continue;
       const int all_column = first_column + column;
-      const float inv = __fdiv_rn(1.f, row_sum[column]);
+      const float inv = __fdiv_rn(1.f, state_sum[column]);
       bf16* out = p.out + ((size_t)(all_column / group) * p.n_heads + kv_head * group + all_column % group) * HD;
       float* partial = partials + chunk * chunk_stride;
 #pragma unroll
@@ -415,7 +429,7 @@ template <int HD, int TILES> __device__ void attention_decode(const AttentionPar
         if (direct) *reinterpret_cast<uint32_t*>(out + dim) = bf16_pair(__fmul_rn(o0, inv), __fmul_rn(o1, inv));
         else *reinterpret_cast<float2*>(partial + (size_t)all_column * HD + dim) = make_float2(o0, o1);
       }
-      if (!direct && warp == 0 && t == 0) *reinterpret_cast<float2*>(partial + (size_t)padded_columns * HD + 2 * all_column) = make_float2(m[c][half], row_sum[column]);
+      if (!direct && warp == 0 && t == 0) *reinterpret_cast<float2*>(partial + (size_t)padded_columns * HD + 2 * all_column) = make_float2(state_max[now][column], state_sum[column]);
     }
   if (direct) return;
   if (last_to_arrive(p.counters + kv_head * gridDim.z + blockIdx.z, n_chunks, &flag[0]))
@@ -461,7 +475,7 @@ template <int HD> __device__ void attention_rope(const AttentionParams& p) {
 // Grid: (ceil(max_rows * group / 64), KV heads), 4 warps; a block does 64 columns, a warp 16 of them, over all positions up to its last row's.
 // K and V of a step lie in shared memory in the order in which lanes read them; K of the next step is copied during softmax and p v, V during the
 // scores (48 KB with q at head_dim 128, so that two blocks share an SM, each covering the other's barriers). Low block indices take the last rows: they work longest.
-// State: `part` is the chunk under way, `total` the chunks before it. The 64-wide chunks are folded as steps into `part`, see the head of this file.
+// State: `part` is the chunk under way, `total` the chunks before it.
 constexpr int kPrefillWarps = 4;
 constexpr int kPrefillThreads = 32 * kPrefillWarps, kPrefillColumns = 16 * kPrefillWarps;
 
@@ -502,17 +516,15 @@ template <int HD> __device__ void attention_prefill(const AttentionParams& p) {
   copy_v();
 
   // Columns g and g+8 of the warp; those past the last one see zeros and are not written.
-  const int column[2] = {first_column + 16 * warp + g, first_column + 16 * warp + g + 8};
-  int last[2];
+  int row[2];
   uint4 q[2][KI];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const bool live = column[half] < n_columns;
-    const int row = live ? column[half] / group : 0;
-    last[half] = live ? length + row : -1;
-    const bf16* at = qkv_row<HD>(p, row) + (kv_head * group + (live ? column[half] % group : 0)) * HD + 8 * t;
+    const int column = first_column + 16 * warp + g + 8 * half;
+    row[half] = column / group;
+    const bf16* at = qkv_row<HD>(p, row[half]) + (kv_head * group + column - row[half] * group) * HD + 8 * t;
 #pragma unroll
-    for (int i = 0; i < KI; i++) q[half][i] = live ? load_activations(reinterpret_cast<const uint4*>(at + 32 * i)) : make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < KI; i++) q[half][i] = column < n_columns ? load_activations(reinterpret_cast<const uint4*>(at + 32 * i)) : make_uint4(0, 0, 0, 0);
   }
 #pragma unroll
   for (int i = 0; i < KI; i++) {
@@ -522,16 +534,19 @@ template <int HD> __device__ void attention_prefill(const AttentionParams& p) {
   const int all_visible = length + (first_column + 16 * warp) / group;      // every column of the warp sees the positions up to here
 
   const float scale_log2 = p.scale * 1.44269504f;
+  float part_m[2], part_l[2], part[NT][4];
   float total_m[2] = {-INFINITY, -INFINITY}, total_l[2] = {0.f, 0.f}, total[NT][4] = {};
   for (int position = 0; position < end;) {
-    const int next_chunk = attention_chunk_begin(attention_chunk_of(position) + 1);
-#ifdef PLANT_FOLD_ORDER      // negative control of the tests: one fold over all steps, as if there were no wide chunks
+#ifdef PLANT_FOLD_ORDER      // negative control of the tests: one chunk
     const int stop = end;
 #else
-    const int stop = min(position < kAttentionNarrowEnd ? (int)kAttentionNarrowEnd : next_chunk, end);
+    const int stop = min(attention_chunk_begin(attention_chunk_of(position) + 1), end);
 #endif
+#pragma unroll
+    for (int half = 0; half < 2; half++) { part_m[half] = -INFINITY; part_l[half] = 0.f; }
+#pragma unroll
+    for (int n = 0; n < NT; n++) part[n][0] = part[n][1] = part[n][2] = part[n][3] = 0.f;
     Factors f_low, f_high;
-    float part_m[2] = {-INFINITY, -INFINITY}, part_l[2] = {0.f, 0.f}, part[NT][4] = {};
 #pragma unroll 1
     for (; position < stop; position += kStep) {
       copy_async_wait<1>();
@@ -557,38 +572,38 @@ template <int HD> __device__ void attention_prefill(const AttentionParams& p) {
 #pragma unroll
         for (int tile = 0; tile < kTiles; tile++)
 #pragma unroll
-          for (int e = 0; e < 4; e++) s[tile][e] = visible(position + tile_position(tile, 2 * t + (e & 1)), last[e >> 1]) ? s[tile][e] : -INFINITY;
+          for (int e = 0; e < 4; e++) s[tile][e] = visible(tile_position(tile, e & 1), length + row[e >> 1] - position - 8 * t) ? s[tile][e] : -INFINITY;
       float m_low = -INFINITY, m_high = -INFINITY;
 #pragma unroll
       for (int tile = 0; tile < kTiles; tile++) { m_low = fmaxf(m_low, fmaxf(s[tile][0], s[tile][1])); m_high = fmaxf(m_high, fmaxf(s[tile][2], s[tile][3])); }
       m_low = quad_max(m_low); m_high = quad_max(m_high);
+      part_m[0] = fold_maximum(part_m[0], m_low, scale_log2, f_low);
+      part_m[1] = fold_maximum(part_m[1], m_high, scale_log2, f_high);
       uint2 probability[kTiles];
       float low = 0.f, high = 0.f;
 #pragma unroll
       for (int tile = 0; tile < kTiles; tile++) {
-        probability[tile] = tile_probabilities(s[tile], m_low, m_high, scale_log2);
+        probability[tile] = tile_probabilities(s[tile], part_m[0], part_m[1], scale_log2);
         low = __fadd_rn(low, pair_sum(probability[tile].x)); high = __fadd_rn(high, pair_sum(probability[tile].y));
       }
-      part_m[0] = fold_maximum(part_m[0], m_low, scale_log2, f_low);
-      part_m[1] = fold_maximum(part_m[1], m_high, scale_log2, f_high);
-      part_l[0] = fold(part_l[0], quad_sum(low), f_low);
-      part_l[1] = fold(part_l[1], quad_sum(high), f_high);
+      part_l[0] = fold(part_l[0], quad_sum(low), {f_low.keep, 1.f});
+      part_l[1] = fold(part_l[1], quad_sum(high), {f_high.keep, 1.f});
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) part[n][e] = __fmul_rn(part[n][e], e < 2 ? f_low.keep : f_high.keep);
 
       copy_async_wait<1>();
       __syncthreads();
 #pragma unroll
-      for (int n = 0; n < NT; n++) {
-        float sum[4] = {0.f, 0.f, 0.f, 0.f};
+      for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int b = 0; b < 2; b++) {
           const uint4 v = v_step[n][b][lane];
-          const uint2 *x = &probability[4 * b];
-          mma_bf16(sum, make_uint4(x[0].x, x[0].y, x[1].x, x[1].y), v.x, v.y);
-          mma_bf16(sum, make_uint4(x[2].x, x[2].y, x[3].x, x[3].y), v.z, v.w);
+          const uint2* x = &probability[4 * b];
+          mma_bf16(part[n], make_uint4(x[0].x, x[0].y, x[1].x, x[1].y), v.x, v.y);
+          mma_bf16(part[n], make_uint4(x[2].x, x[2].y, x[3].x, x[3].y), v.z, v.w);
         }
-        part[n][0] = fold(part[n][0], sum[0], f_low); part[n][1] = fold(part[n][1], sum[1], f_low);
-        part[n][2] = fold(part[n][2], sum[2], f_high); part[n][3] = fold(part[n][3], sum[3], f_high);
-      }
       __syncthreads();
       if (position + kStep < end) copy_v();
       else copy_async_commit();
@@ -605,9 +620,10 @@ template <int HD> __device__ void attention_prefill(const AttentionParams& p) {
 
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    if (column[half] >= n_columns) continue;
+    const int column = first_column + 16 * warp + g + 8 * half;
+    if (column >= n_columns) continue;
     const float inv = __fdiv_rn(1.f, total_l[half]);
-    bf16* out = p.out + ((size_t)(column[half] / group) * p.n_heads + kv_head * group + column[half] % group) * HD + 2 * t;
+    bf16* out = p.out + ((size_t)row[half] * (p.n_heads - group) + kv_head * group + column) * HD + 2 * t;
 #pragma unroll
     for (int n = 0; n < NT; n++)
       *reinterpret_cast<uint32_t*>(out + 8 * n) = bf16_pair(__fmul_rn(total[n][2 * half], inv), __fmul_rn(total[n][2 * half + 1], inv));

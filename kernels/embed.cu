@@ -8,7 +8,7 @@ __device__ __forceinline__ void embed_body(const EmbedParams& p) {
   pdl_wait();
   const int row = blockIdx.x;
   if (row >= (p.n_rows ? min(*p.n_rows, p.rows) : p.rows)) return;
-  const int token = p.tokens ? p.tokens[row] : row == 0 ? p.state->root : p.state->drafts[row - 1];
+  const int token = p.tokens ? p.tokens[(p.start ? *p.start : 0) + p.offset + row] : row == 0 ? p.state->root : p.state->drafts[row - 1];
   const unsigned* table = reinterpret_cast<const unsigned*>(p.table);   // pairs of elements
   const int k_blocks = k_blocks_of(p.hidden);
   auto gather = [&](int k) {

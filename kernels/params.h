@@ -4,7 +4,7 @@
 
 // What changes between replays of a graph, one per stream, in device memory. Written by the last block of sample.cu and by the kernels of draft.cu, by the
 // host before a prefill, a new request or a truncation; other kernels read `length`, `rows`, `root`, `drafts`.
-struct State {
+struct alignas(16) State {
   int length;            // L: rows in the target's KV cache; row i of the next pass is at position length + i
   int rows;              // rows of the next pass: 1 + n_drafts, or the tokens of a prefill chunk. A pass captured w wide uses min(rows, w) of them
   int root;              // last chosen token, row 0 of the next verify pass
@@ -27,7 +27,7 @@ static_assert(sizeof(State) == 192, "State");
 enum { STOP_NONE = 0, STOP_EOS = 1, STOP_LENGTH = 2, STOP_CONTEXT = 3, STOP_NOT_FINITE = 4, STOP_ALL_BANNED = 5 };
 
 // What stays for a whole request; device memory, written by the host between requests.
-struct SamplingParams {
+struct alignas(16) SamplingParams {
   unsigned long long seed;
   unsigned long long top_p;   // round(p * 2^32); 2^32 or more: off
   float temperature;          // 0: the largest logit
@@ -62,14 +62,13 @@ enum {
 // ---- sample.cu ----
 enum { SAMPLE_SLICE = 4032, SAMPLE_ROWS = 16, SAMPLE_BINS = 1024 };
 // What top-k and top-p leave of a row's ranks (sample.cu explains ranks): below `sure` is kept, inside the two ranges is settled by sample_choose.
-struct SampleCut {
-  unsigned long long sure;
-  unsigned long long k_first, k_last, k_rank, k_mass_before;
-  unsigned long long p_first, p_last, p_mass_before;
+struct alignas(16) SampleCut {
+  unsigned long long sure, k_first, k_last, p_first, p_last, pad;
+  unsigned long long k_rank, k_mass_before, p_mass_before;
   unsigned long long kept_mass;      // mass of all that top-k keeps, when k's range is empty
 };
 // All zero before the first pass; every pass leaves it so (except `cut`, which it overwrites).
-struct SampleScratch {
+struct alignas(16) SampleScratch {
   unsigned long long best[SAMPLE_ROWS];      // key of the largest logit
   unsigned long long chosen[SAMPLE_ROWS];    // key of the largest logit with noise
   unsigned row_arrivals[SAMPLE_ROWS];
@@ -81,7 +80,7 @@ struct SampleScratch {
   unsigned long long mass[SAMPLE_ROWS][SAMPLE_BINS];
   unsigned count[SAMPLE_ROWS][SAMPLE_BINS];
 };
-static_assert(sizeof(SampleScratch) == 16 * (8 + 8 + 4 + 4) + 16 + 16 * 72 + 16 * 1024 * 12, "SampleScratch");
+static_assert(sizeof(SampleScratch) == 16 * (8 + 8 + 4 + 4) + 16 + 16 * 80 + 16 * 1024 * 12, "SampleScratch");
 
 // For sample_adjust, sample_cut, sample_choose: grid (blocks a row >= ceil(vocab / SAMPLE_SLICE), width <= 16), 256 threads.
 struct SampleParams {
@@ -180,15 +179,17 @@ struct EmbedParams {
   const bf16* next_norm; // [hidden] or null, normed [rows][x_stride], squares [rows][hidden / 16]: as in LinearParams
   bf16* normed;
   float* squares;
-  const int* tokens;    // [rows], or null: row 0 is state->root, row i is state->drafts[i - 1]
+  const int* tokens;    // row i is tokens[*start + offset + i] (start null: tokens[offset + i]); tokens null: row 0 is state->root, row i is
+                        // state->drafts[i - 1]
+  const int* start;
   const State* state;
   const int* n_rows;    // as in LinearParams
   int rows;
   int hidden;           // multiple of 16
   int x_stride;
-  int pad;
+  int offset;
 };
-static_assert(sizeof(EmbedParams) == 80, "twin in Rust");
+static_assert(sizeof(EmbedParams) == 88, "twin in Rust");
 
 // ---- repack.cu ----
 enum SourceType : int { kSourceBf16 = 0, kSourceF16 = 1, kSourceF32 = 2 };

@@ -24,9 +24,17 @@ static_assert(SAMPLE_SLICE < 4096, "sums of 20-bit parts of the mass must stay b
 
 constexpr unsigned kInPrompt = 0x80000000u;
 
-__device__ __forceinline__ int rows_in_use(const SampleParams& p) { return p.prefill ? 1 : max(1, min(p.state->rows, (int)gridDim.y)); }
-// Position of the token that row `row` chooses.
-__device__ __forceinline__ int position_of(const SampleParams& p, int row) { return p.state->length + (p.prefill ? p.state->rows : row + 1); }
+// What a kernel needs of State and options, requested together with its logits: one trip to memory before the first decision.
+struct Control {
+  State s;                                                      // up to history_length
+  SamplingParams o;                                             // up to min_tokens
+  __device__ explicit Control(const SampleParams& p) : s(load_front<3>(p.state)), o(load_front<3>(p.options)) {}
+  __device__ int n_rows(const SampleParams& p) const { return p.prefill ? 1 : max(1, min(s.rows, (int)gridDim.y)); }
+  // Position of the token that row `row` chooses.
+  __device__ int position(const SampleParams& p, int row) const { return s.length + (p.prefill ? s.rows : row + 1); }
+  __device__ bool top_k(const SampleParams& p) const { return o.top_k > 0 && o.top_k < p.vocab; }
+  __device__ bool top_p() const { return o.top_p < 1ull << 32; }
+};
 
 // ---- a block's share of a row ----
 struct Share {
@@ -77,20 +85,25 @@ __device__ __forceinline__ u64 top_p_target(u64 kept_mass, u64 top_p) {
 // ---- end of a pass: accept, test the ends, move State on, write the record; one block ----
 __device__ __forceinline__ void accept(const SampleParams& p, const u64* keys, int n_rows) {
   __shared__ State s;
+  __shared__ SamplingParams o;
   __shared__ int token[SAMPLE_ROWS], end_of_text[SAMPLE_ROWS], banned[SAMPLE_ROWS], n_emitted;
   const int tid = threadIdx.x;
-  const SamplingParams& o = *p.options;
-  for (int i = tid; i < (int)(sizeof(State) / 4); i += kThreads) reinterpret_cast<int*>(&s)[i] = reinterpret_cast<const int*>(p.state)[i];
+  constexpr int kStateWords = sizeof(State) / 4, kOptionWords = sizeof(SamplingParams) / 4;
+  static_assert(SAMPLE_ROWS + kStateWords + kOptionWords <= kThreads, "one load a thread");
   if (tid < n_rows) {
     token[tid] = (int)id_of(keys[tid]);
     banned[tid] = value_of(p.scratch->best[tid]) == -INFINITY;
     end_of_text[tid] = 0;
-    for (int i = 0; i < o.n_eos; i++) end_of_text[tid] |= o.eos[i] == token[tid];
+  } else if (const int i = tid - SAMPLE_ROWS; i >= 0 && i < kStateWords) {
+    reinterpret_cast<int*>(&s)[i] = reinterpret_cast<const int*>(p.state)[i];
+  } else if (const int j = tid - SAMPLE_ROWS - kStateWords; j >= 0 && j < kOptionWords) {
+    reinterpret_cast<int*>(&o)[j] = reinterpret_cast<const int*>(p.options)[j];
   }
 #ifndef PLANT_MISSING_BARRIER
   __syncthreads();
 #endif
   const int first = s.history_length;                           // read by all before thread 0 moves it
+  if (tid < n_rows * 16 && tid % 16 < o.n_eos && o.eos[tid % 16] == token[tid / 16]) end_of_text[tid / 16] = 1;
   __syncthreads();
   if (tid == 0) {
     const int n_drafts = n_rows - 1;
@@ -121,7 +134,7 @@ __device__ __forceinline__ void accept(const SampleParams& p, const u64* keys, i
     n_emitted = n;
   }
   __syncthreads();
-  for (int i = tid; i < (int)(sizeof(State) / 4); i += kThreads) reinterpret_cast<int*>(p.state)[i] = reinterpret_cast<const int*>(&s)[i];
+  if (tid < kStateWords) reinterpret_cast<int*>(p.state)[tid] = reinterpret_cast<const int*>(&s)[tid];
   if (tid < n_emitted) {
     p.history[first + tid] = token[tid];
     atomicAdd(&p.counts[token[tid]], 1u);
@@ -196,11 +209,10 @@ __device__ __forceinline__ u64 choose_listed(const SampleParams& p, const u64* l
   __shared__ Digits digits;
   const SamplingParams& o = *p.options;
   const SampleCut cut = p.scratch->cut[blockIdx.y];
-  u64 last_kept = min_p_cut, kept_mass = cut.kept_mass, p_last = cut.p_last;
+  u64 last_kept = min_p_cut, kept_mass = cut.kept_mass;
   if (cut.k_first <= cut.k_last) {
     const u64 k_cut = select<false>(list, n, cut.k_first, cut.k_last, cut.k_rank, digits);
     last_kept = smaller(last_kept, k_cut);
-    p_last = smaller(p_last, k_cut);
     if (cut.p_first <= cut.p_last) {
       u64 mass = 0;
       for (unsigned i = threadIdx.x; i < n; i += kThreads)
@@ -211,7 +223,7 @@ __device__ __forceinline__ u64 choose_listed(const SampleParams& p, const u64* l
     }
   }
   if (cut.p_first <= cut.p_last)
-    last_kept = smaller(last_kept, select<true>(list, n, cut.p_first, p_last, top_p_target(kept_mass, o.top_p) - cut.p_mass_before, digits));
+    last_kept = smaller(last_kept, select<true>(list, n, cut.p_first, cut.p_last, top_p_target(kept_mass, o.top_p) - cut.p_mass_before, digits));
   u64 best = 0;
   for (unsigned i = threadIdx.x; i < n; i += kThreads) {
     const u64 rank = list[i];
@@ -232,23 +244,24 @@ KERNEL(sample_adjust, SampleParams, kThreads) {
   __shared__ int n_drafts, n_eos, draft[SAMPLE_ROWS], eos[16];   // those in this block's share, rarely any
   const int tid = threadIdx.x, row = blockIdx.y;
   const Share share(p);
-  Logits x = load_share(p, share);
-  const SamplingParams& o = *p.options;
-  if (p.state->done) {
+  const Logits x = load_share(p, share);
+  const Control control(p);
+  const SamplingParams& o = control.o;
+  if (control.s.done) {
     if (blockIdx.x == 0 && row == 0 && tid == 0) record_idle_pass(p.state, p.ring);
     return;
   }
-  const int n_rows = rows_in_use(p);
+  const int n_rows = control.n_rows(p);
   if (row >= n_rows) return;
   const bool penalised = o.repetition_penalty != 1 || o.presence_penalty != 0 || o.frequency_penalty != 0;
-  const bool too_early = p.state->n_output + row < o.min_tokens;
+  const bool too_early = control.s.n_output + row < o.min_tokens;
   const bool adjusted = penalised || o.has_bias || too_early;
   if (adjusted) {                                               // the row's own drafts count as said; a share without them takes no notice
     if (tid == 0) n_drafts = n_eos = 0;
     __syncthreads();
     const auto mine = [&](int id) { return id >= share.first * 4 && id < share.end * 4; };
     if (tid < row && mine(p.state->drafts[tid])) draft[atomicAdd(&n_drafts, 1)] = p.state->drafts[tid];
-    if (too_early && tid < o.n_eos && mine(o.eos[tid])) eos[atomicAdd(&n_eos, 1)] = o.eos[tid];
+    if (too_early && tid < p.options->n_eos && mine(p.options->eos[tid])) eos[atomicAdd(&n_eos, 1)] = p.options->eos[tid];
     __syncthreads();
   }
   u64 best = 0;
@@ -298,10 +311,11 @@ KERNEL(sample_cut, SampleParams, kThreads) {
   const int tid = threadIdx.x, row = blockIdx.y;
   const Share share(p);
   const Logits x = load_share(p, share);
-  const SamplingParams& o = *p.options;
-  const bool top_k = o.top_k > 0 && o.top_k < p.vocab, top_p = o.top_p < 1ull << 32;
-  if (o.temperature == 0 || !(top_k || top_p) || p.state->done || row >= rows_in_use(p)) return;
+  const Control control(p);
+  const SamplingParams& o = control.o;
   const float best = value_of(p.scratch->best[row]);
+  const bool top_k = control.top_k(p), top_p = control.top_p();
+  if (o.temperature == 0 || !(top_k || top_p) || control.s.done || row >= control.n_rows(p)) return;
   if (best == -INFINITY) return;                                // all banned; accept ends the sequence
   for (int b = tid; b < SAMPLE_BINS; b += kThreads) count[b] = low[b] = high[b] = 0;
   __syncthreads();
@@ -388,7 +402,7 @@ KERNEL(sample_cut, SampleParams, kThreads) {
   }
 }
 
-KERNEL(sample_choose, SampleParams, kThreads, 2) {
+KERNEL(sample_choose, SampleParams, kThreads, 3) {
   pdl_launch_dependents();
   pdl_wait();
   __shared__ u64 warp_word[kWarps], list_at;
@@ -396,19 +410,21 @@ KERNEL(sample_choose, SampleParams, kThreads, 2) {
   const int tid = threadIdx.x, row = blockIdx.y;
   const Share share(p);
   const Logits x = load_share(p, share);
-  const SamplingParams& o = *p.options;
-  if (o.temperature == 0 || p.state->done) return;
-  const int n_rows = rows_in_use(p);
-  if (row >= n_rows) return;
+  const Control control(p);
+  const SamplingParams& o = control.o;
+  SampleCut cut = load_front<3>(&p.scratch->cut[row]);
   const u64 best_logit = p.scratch->best[row];
+  const int n_rows = control.n_rows(p);
+  if (o.temperature == 0 || control.s.done || row >= n_rows) return;
+  if (!control.top_k(p) && !control.top_p()) {                  // sample_cut had nothing to do
+    cut.sure = ~0ull;
+    cut.k_first = cut.p_first = 1;
+    cut.k_last = cut.p_last = 0;
+  }
   const float max_logit = value_of(best_logit);
   const bool all_banned = max_logit == -INFINITY;               // nothing to choose; accept ends the sequence
-  const bool filtered = (o.top_k > 0 && o.top_k < p.vocab) || o.top_p < 1ull << 32;
-  const SampleCut& cut = p.scratch->cut[row];
-  const u64 sure = filtered ? cut.sure : ~0ull, k_first = filtered ? cut.k_first : 1, k_last = filtered ? cut.k_last : 0;
-  const u64 p_first = filtered ? cut.p_first : 1, p_last = filtered ? cut.p_last : 0;
   const u64 min_p_cut = rank_of(o.min_z, (1u << kIdBits) - 1);
-  const int position = position_of(p, row);
+  const int position = control.position(p, row);
 
   // The id with the largest logit is always kept, with z = 0. Another can win only if e < exp(z - its score), where e = -ln(1 - v) > v: most ids are
   // ruled out by their v, without the two logarithms. The bound is loose by 1 %, far more than exp2f and the roundings are off.
@@ -427,8 +443,8 @@ KERNEL(sample_choose, SampleParams, kThreads, 2) {
       z[e] = __fdiv_rn(__fsub_rn(x.l[i][e], max_logit), o.temperature);
       const u64 rank = rank_of(z[e], id);
       if (id >= p.vocab) continue;
-      if (rank < sure) kept |= (unsigned)(rank <= min_p_cut) << e;
-      else if ((rank >= k_first && rank <= k_last) || (rank >= p_first && rank <= p_last)) listed |= 1u << (i * 4 + e);
+      if (rank < cut.sure) kept |= (unsigned)(rank <= min_p_cut) << e;
+      else if ((rank >= cut.k_first && rank <= cut.k_last) || (rank >= cut.p_first && rank <= cut.p_last)) listed |= 1u << (i * 4 + e);
     }
     if (!kept) continue;
     const uint4 w = noise_bits(o.seed, position, q);

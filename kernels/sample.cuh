@@ -111,6 +111,17 @@ __device__ __forceinline__ u64 block_scan(u64 v, u64* shared, u64* total) {
   return before + sum - v;
 }
 
+// The first 16 n_quads bytes of a struct in device memory, asked for at once instead of field by field as they are needed; the rest is zero.
+template <int n_quads, class T> __device__ __forceinline__ T load_front(const T* p) {
+  static_assert(n_quads * 16 <= sizeof(T) && sizeof(T) % 16 == 0, "whole quads");
+  uint4 q[sizeof(T) / 16] = {};
+#pragma unroll
+  for (int i = 0; i < n_quads; i++) q[i] = load_activations(reinterpret_cast<const uint4*>(p) + i);
+  T t;
+  memcpy(&t, q, sizeof(T));
+  return t;
+}
+
 // How many tokens the sequence may still take.
 __device__ __forceinline__ int room_left(const State& s, const SamplingParams& o) { return min(o.max_tokens - s.n_output, o.context - s.history_length); }
 // One word of a pass's record in pinned host memory. Each word carries its pass number, so that the host needs no fence to know that it is new.

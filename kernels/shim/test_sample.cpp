@@ -268,6 +268,33 @@ static void test_options(bool quick) {
   pass(q, random_logits(1, 49152, 49152, 2), 1, {}, "SmolLM2's vocabulary, flat");
 }
 
+// Which ids are kept at all: a dozen ids of about equal weight, so that each one kept or dropped by mistake soon wins or fails to. The others weigh nothing.
+static void test_exact_cuts(bool quick) {
+  for (int turn = 0; turn < (quick ? 12 : 120); turn++) {
+    Sequence q(512);
+    q.o.seed = turn;
+    const float step[] = {0, 0.001f, 0.05f, 0.3f}, start[] = {0, 1}, p[] = {0.5f, 0.25f, 0.75f, 0.3f, 0.9f};
+    std::vector<float> logits((size_t)16 * 512, -60);
+    int ids[12];
+    for (int i = 0; i < 12; i++) {
+      ids[i] = chance() % 512;
+      for (int r = 0; r < 16; r++) logits[r * 512 + ids[i]] = 3 - (i ? start[turn & 1] : 0) - step[turn / 2 % 4] * (i / 2);
+    }
+    const int filters = 1 + turn / 8 % 7;
+    if (filters & 1) q.o.top_p = fixed_p(p[chance() % 5]);
+    if (filters & 2) q.o.top_k = 2 + chance() % 12;
+    if (filters & 4) q.o.min_z = -(start[turn & 1] + step[turn / 2 % 4] * (chance() % 6));
+    pass(q, logits, 16, right_drafts(q, logits, 15), "exact cuts");
+    check(q.s.emitted == 16, "16 rows chosen");
+  }
+  for (int i = 0; i < 2000; i++) {                              // the smallest mass with mass / kept >= p, and never 0
+    const uint64_t kept = ((uint64_t)chance() << 27 ^ chance()) >> chance() % 20, share = i ? ((uint64_t)chance() << 1) >> chance() % 33 : 0;
+    const unsigned __int128 product = (unsigned __int128)kept * share;
+    const uint64_t t = top_p_target(kept, share);
+    check(t >= 1 && (unsigned __int128)t << 32 >= product && (t == 1 || (unsigned __int128)(t - 1) << 32 < product), "top_p_target");
+  }
+}
+
 // A row's choice does not depend on width, on the number of blocks, on the graph used.
 static void test_width() {
   for (int which : {0, 1, 11, 16, 24}) {
@@ -314,6 +341,7 @@ static void test_ends(bool quick) {
             if (wrong >= 0) drafts[wrong] = (drafts[wrong] + 1) % 512;
             q.o.max_tokens = budget + q.s.n_output - 1 + (budget == 1);
             q.o.context = context;
+            q.o.min_tokens = chance() % 2 ? chance() % 9 : 0;
             pass(q, logits, 7, drafts, "ends");
           }
 }
@@ -390,6 +418,7 @@ int main() {
   const bool quick = std::getenv("SHIM_QUICK") != nullptr;
   test_numbers();
   test_options(quick);
+  test_exact_cuts(quick);
   test_width();
   test_ends(quick);
   test_other_passes();
