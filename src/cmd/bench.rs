@@ -46,7 +46,10 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
             rayon::current_num_threads(),
             shown_bytes(read_rate as u64)
         )?;
-        writeln!(out, " depth  prompt  first token  prompt tok/s  per token p50       p90       p99    tok/s         read  of rate  tokens hash")?;
+        writeln!(
+            out,
+            " depth  prompt  first token  prompt tok/s  per token p50       p90       p99    tok/s         read  of rate  tokens hash"
+        )?;
     }
     for &depth in &options.depths {
         for &prompt in &options.prompts {
@@ -156,7 +159,10 @@ fn token_ids(n: usize, vocab: usize) -> Vec<u32> {
 
 /// FNV-1a of the ids.
 fn hash(tokens: &[u32]) -> u64 {
-    tokens.iter().flat_map(|id| id.to_le_bytes()).fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ byte as u64).wrapping_mul(0x100_0000_01b3))
+    tokens
+        .iter()
+        .flat_map(|id| id.to_le_bytes())
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ byte as u64).wrapping_mul(0x100_0000_01b3))
 }
 
 /// Bytes per second at which all threads together read memory: the best of five sums over 1 GiB.
@@ -168,7 +174,8 @@ fn read_rate() -> f64 {
     let mut best = 0.0f64;
     for _ in 0..5 {
         let start = Instant::now();
-        let sum = buffer.par_chunks(chunk).map(|chunk| chunk.iter().fold(0u64, |sum, &x| sum.wrapping_add(x))).reduce(|| 0, u64::wrapping_add);
+        let sum =
+            buffer.par_chunks(chunk).map(|chunk| chunk.iter().fold(0u64, |sum, &x| sum.wrapping_add(x))).reduce(|| 0, u64::wrapping_add);
         std::hint::black_box(sum);
         best = best.max((WORDS * 8) as f64 / start.elapsed().as_secs_f64());
     }

@@ -128,9 +128,9 @@ impl Conversation<'_> {
                 self.last = stats::line(&self.session.model, reply.prompt_tokens, &reply.answer);
                 let context = self.session.model.engine.context();
                 match reply.ended {
-                    Ended::Context => {
-                        tell(format_args!("the context of {context} tokens is full: the answer ends here; /clear starts a new conversation"))
-                    }
+                    Ended::Context => tell(format_args!(
+                        "the context of {context} tokens is full: the answer ends here; /clear starts a new conversation"
+                    )),
                     Ended::Interrupt => tell(format_args!("[stopped]")),
                     _ => {}
                 }
@@ -276,7 +276,10 @@ impl JsonRequest {
             repetition_penalty: self.repetition_penalty.unwrap_or(flags.repetition_penalty),
             presence_penalty: self.presence_penalty.unwrap_or(flags.presence_penalty),
             frequency_penalty: self.frequency_penalty.unwrap_or(flags.frequency_penalty),
-            logit_bias: self.logit_bias.as_ref().map_or_else(|| flags.logit_bias.clone(), |bias| bias.iter().map(|(&id, &x)| (id, x)).collect()),
+            logit_bias: self
+                .logit_bias
+                .as_ref()
+                .map_or_else(|| flags.logit_bias.clone(), |bias| bias.iter().map(|(&id, &x)| (id, x)).collect()),
             min_tokens: self.min_tokens.unwrap_or(flags.min_tokens),
         }
     }

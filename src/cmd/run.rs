@@ -34,13 +34,8 @@ pub fn run(model: &ModelOptions, options: &AnswerOptions, run: &Options) -> Resu
         tell(format_args!("prompt tokens: {ids:?}"));
     }
     let (sampling, seed) = answer::sampling(options);
-    let ask = Ask {
-        prompt: &ids,
-        sampling: &sampling,
-        stops: &options.stops,
-        max_tokens: options.max_tokens,
-        ignore_eos: options.ignore_eos,
-    };
+    let ask =
+        Ask { prompt: &ids, sampling: &sampling, stops: &options.stops, max_tokens: options.max_tokens, ignore_eos: options.ignore_eos };
     let mut out = io::stdout();
     let reply = answer::answer(&mut session, &ask, &mut |piece: Piece| {
         if !run.json {
