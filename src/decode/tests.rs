@@ -241,7 +241,7 @@ fn o11_ends_inside_a_block() {
         }
     }
     let mut ended = Sequence::new(&p, 4, VOCAB, Sampling::default(), limits(&[], 0, 100));
-    assert_eq!(ended.accept(&mut vec![0.0; VOCAB], &[]).end, Some(End::Length));
+    assert_eq!(ended.accept(&mut [0.0; VOCAB], &[]).end, Some(End::Length));
     assert_eq!(ended.history, p);
 }
 
