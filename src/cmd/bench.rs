@@ -135,7 +135,7 @@ impl Row {
         let [p50, p90, p99] = self.percentiles();
         json!({
             "model": model.name, "dtype": model.dtype, "device": model.device, "threads": rayon::current_num_threads(), "commit": COMMIT,
-            "version": env!("CARGO_PKG_VERSION"), "optimised": !cfg!(debug_assertions),
+            "version": env!("CARGO_PKG_VERSION"),
             "depth": self.depth, "prompt_tokens": self.prompt, "generate": options.generate, "repeat": options.repeat,
             "first_token_ms": first, "prompt_tokens_per_s": self.prompt as f64 / (first / 1e3),
             "token_ms": { "p50": p50, "p90": p90, "p99": p99 }, "tokens_per_s": stats::rate(&self.token_ms.concat()),
