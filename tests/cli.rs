@@ -144,6 +144,20 @@ fn verbose_says_what_was_loaded() {
 }
 
 #[test]
+fn another_table_of_weights() {
+    let model = t0();
+    let table = Path::new(env!("CARGO_MANIFEST_DIR")).join("weights.toml");
+    let built_in = on(model.path(), "run", &["-n", "8", "hi"], b"").expect(0);
+    let same = on(model.path(), "run", &["-n", "8", "--weights", table.to_str().unwrap(), "hi"], b"").expect(0);
+    assert_eq!(built_in.out, same.out);
+    let renamed = model.path().join("renamed.toml");
+    std::fs::write(&renamed, std::fs::read_to_string(&table).unwrap().replace("model.norm.weight", "model.other_norm.weight")).unwrap();
+    on(model.path(), "run", &["--weights", renamed.to_str().unwrap(), "hi"], b"").expect_error(2, &["model.other_norm.weight"]);
+    std::fs::write(&renamed, "[llama").unwrap();
+    on(model.path(), "run", &["--weights", renamed.to_str().unwrap(), "hi"], b"").expect_error(2, &["renamed.toml"]);
+}
+
+#[test]
 fn context_is_checked() {
     let model = t0();
     on(model.path(), "run", &["-c", "257", "hi"], b"").expect_error(2, &["context 257", "from 1 to 256"]);
@@ -416,6 +430,19 @@ fn o24_two_quick_sigints_and_sigterm() {
         wait(&mut terminal.child, Duration::from_secs(2));
         assert!(terminal.is_cooked());
         assert_eq!(terminal.end().1, Some(code));
+    }
+}
+
+/// A terminal that goes away takes the program with it, at the prompt and in an answer.
+#[test]
+fn o24_terminal_closed() {
+    let model = endless();
+    for keys in ["", "hi\r"] {
+        let mut terminal = chat_terminal(model.path());
+        terminal.send(keys);
+        std::thread::sleep(Duration::from_millis(300));
+        let mut child = terminal.close();
+        wait(&mut child, Duration::from_secs(2));
     }
 }
 

@@ -25,6 +25,9 @@ pub fn chat(model: &ModelOptions, options: &AnswerOptions, json: bool) -> Result
     if json {
         return serve(session, options);
     }
+    if io::stdin().is_terminal() {
+        tell(format_args!("{} on {}; /help lists the commands", session.model.name, session.model.device));
+    }
     let (sampling, _) = answer::sampling(options);
     let system = options.system.iter().map(|text| Message::new("system", text));
     let mut conversation =
@@ -162,13 +165,7 @@ impl Conversation<'_> {
         if self.options.show_tokens {
             tell(format_args!("prompt tokens: {ids:?}"));
         }
-        let ask = Ask {
-            prompt: &ids,
-            sampling: &self.sampling,
-            stops: &self.options.stops,
-            max_tokens: self.options.max_tokens,
-            ignore_eos: self.options.ignore_eos,
-        };
+        let ask = self.options.ask(&ids, &self.sampling);
         let mut out = io::stdout();
         let reply = answer::answer(&mut self.session, &ask, &mut |piece: Piece| {
             out.write_all(piece.text.as_bytes())?;
