@@ -51,13 +51,7 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
     };
     let mut out = io::stdout();
     if !options.json {
-        writeln!(
-            out,
-            "{} {}, {device}, reads {}/s, commit {COMMIT}",
-            model.name,
-            model.dtype,
-            shown_bytes(read_rate as u64)
-        )?;
+        writeln!(out, "{} {}, {device}, reads {}/s, commit {COMMIT}", model.name, model.dtype, shown_bytes(read_rate as u64))?;
         writeln!(
             out,
             " depth  prompt  first token  prompt tok/s  per token p50       p90       p99    tok/s         read  of rate  tokens hash"
