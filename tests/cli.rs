@@ -1,7 +1,7 @@
 //! Help, usage errors, pipes, exit codes, signals and the terminal, on the real binary. What models make of it is in cases.rs.
-mod support;
 #[path = "support/binary.rs"]
 mod binary;
+mod support;
 
 use binary::{finish, on, run, run_with, signal, volley, wait, Terminal};
 use serde_json::json;
@@ -35,7 +35,11 @@ fn path(dir: &TempDir) -> &str {
 fn help_goes_to_stdout() {
     for flag in ["--help", "-h"] {
         let done = run(&[flag]).expect(0);
-        assert!(done.err.is_empty() && COMMANDS.iter().all(|c| done.text().contains(c)) && done.text().contains("Exit codes"), "{}", done.text());
+        assert!(
+            done.err.is_empty() && COMMANDS.iter().all(|c| done.text().contains(c)) && done.text().contains("Exit codes"),
+            "{}",
+            done.text()
+        );
         for command in COMMANDS {
             let done = run(&[command, flag]).expect(0);
             assert!(done.err.is_empty() && done.text().starts_with(&format!("Usage: volley {command}")), "{}", done.text());
@@ -59,8 +63,8 @@ fn usage_errors_are_one_line_and_exit_2() {
     check(&["run", "--json=yes", "hi"], &["--json takes no value"]);
     check(&["run", "--device", "tpu", "hi"], &["auto, cpu or cuda"]);
     check(&["run", "--logit-bias", "5", "hi"], &["ID=X"]);
-    check(&["bench", "-d", "0,x"], &["--depth", "0,x"]);
-    check(&["bench", "-r", "0"], &["--repeat", "from 1"]);
+    check(&["bench", "-d", "0,x"], &["-d", "0,x"]);
+    check(&["bench", "-r", "0"], &["-r", "from 1"]);
     check(&["bench", "-p", "0"], &["prompt-tokens 0"]);
     check(&["run", "-m", "/nowhere", "hi"], &["/nowhere"]);
 }
@@ -121,13 +125,36 @@ fn verbose_says_what_was_loaded() {
     let quiet = on(model.path(), "run", &["-n", "5", "hi"], b"").expect(0);
     assert!(quiet.err.is_empty(), "{}", quiet.err);
     let loud = on(model.path(), "run", &["-n", "5", "-v", "hi"], b"").expect(0);
-    for words in ["llama", "rope: ", "end tokens: 506 (config.json and tokenizer_config.json)", "context: 256 of the model's 256", "KV cache", "plan: ", "loaded in", "tok/s"] {
+    for words in [
+        "llama",
+        "rope: ",
+        "end tokens: 506 (config.json and tokenizer_config.json)",
+        "context: 256 of the model's 256",
+        "KV cache",
+        "plan: ",
+        "loaded in",
+        "tok/s",
+    ] {
         assert!(loud.err.contains(words), "expected {words:?} in {}", loud.err);
     }
     assert_eq!(quiet.out, loud.out);
     assert!(!loud.err.contains("layers.3.qkv"));
     let louder = on(model.path(), "run", &["-n", "5", "-vv", "hi"], b"").expect(0);
     assert!(louder.err.contains("layers.3.qkv") && louder.err.contains("accept"), "{}", louder.err);
+}
+
+#[test]
+fn another_table_of_weights() {
+    let model = t0();
+    let table = Path::new(env!("CARGO_MANIFEST_DIR")).join("weights.toml");
+    let built_in = on(model.path(), "run", &["-n", "8", "hi"], b"").expect(0);
+    let same = on(model.path(), "run", &["-n", "8", "--weights", table.to_str().unwrap(), "hi"], b"").expect(0);
+    assert_eq!(built_in.out, same.out);
+    let renamed = model.path().join("renamed.toml");
+    std::fs::write(&renamed, std::fs::read_to_string(&table).unwrap().replace("model.norm.weight", "model.other_norm.weight")).unwrap();
+    on(model.path(), "run", &["--weights", renamed.to_str().unwrap(), "hi"], b"").expect_error(2, &["model.other_norm.weight"]);
+    std::fs::write(&renamed, "[llama").unwrap();
+    on(model.path(), "run", &["--weights", renamed.to_str().unwrap(), "hi"], b"").expect_error(2, &["renamed.toml"]);
 }
 
 #[test]
@@ -183,7 +210,10 @@ fn bench_rows() {
     assert_eq!(json.len(), 4);
     for (row, (depth, prompt)) in json.iter().zip([(0, 8), (0, 20), (30, 8), (30, 20)]) {
         assert_eq!((row["depth"].as_u64(), row["prompt_tokens"].as_u64()), (Some(depth), Some(prompt)));
-        assert_eq!(row["samples"]["token_ms"].as_array().unwrap().iter().map(|run| run.as_array().unwrap().len()).collect::<Vec<_>>(), [11, 11]);
+        assert_eq!(
+            row["samples"]["token_ms"].as_array().unwrap().iter().map(|run| run.as_array().unwrap().len()).collect::<Vec<_>>(),
+            [11, 11]
+        );
         for key in ["first_token_ms", "tokens_per_s", "bytes_per_token", "read_gb_s", "read_rate_gb_s", "share_of_read_rate"] {
             assert!(row[key].as_f64().is_some_and(|x| x > 0.0), "{key}: {row}");
         }
@@ -208,7 +238,16 @@ fn chat_answers_every_line_and_knows_its_commands() {
     let script = "hi\n/stats\n/system be brief\nhi\n/regen\n/clear\n/jump\n\"\"\"two\nlines\"\"\"\n/help\n/exit\nnever\n";
     let done = on(model.path(), "chat", &["-n", "4", "--show-tokens"], script.as_bytes()).expect(0);
     assert_eq!(done.err.matches("prompt tokens:").count(), 4, "{}", done.err);
-    for words in ["1 answers, 4 tokens", "system message set", "seed: ", "temperature is 0", "new conversation", "error: /jump", "/help /clear /system", "Ctrl-C"] {
+    for words in [
+        "1 answers, 4 tokens",
+        "system message set",
+        "seed: ",
+        "temperature is 0",
+        "new conversation",
+        "error: /jump",
+        "/help /clear /system",
+        "Ctrl-C",
+    ] {
         assert!(done.err.contains(words), "expected {words:?} in {}", done.err);
     }
     assert!(!done.text().contains("> ") || !done.err.contains("> "));
@@ -282,7 +321,11 @@ fn o24_sigint_while_loading_and_reading() {
 #[test]
 fn o24_sigint_during_an_answer() {
     let model = endless();
-    for (args, sent, code) in [(&["run", "hi"] as &[&str], libc::SIGINT, 130), (&["run", "--json", "hi"], libc::SIGINT, 130), (&["run", "hi"], libc::SIGTERM, 143)] {
+    for (args, sent, code) in [
+        (&["run", "hi"] as &[&str], libc::SIGINT, 130),
+        (&["run", "--json", "hi"], libc::SIGINT, 130),
+        (&["run", "hi"], libc::SIGTERM, 143),
+    ] {
         let mut child = volley(&[args, &["-m", path(&model), "--ignore-eos"]].concat()).spawn().unwrap();
         let first = binary::read_some(child.stdout.as_mut().unwrap(), 20);
         signal(&child, sent);
@@ -313,7 +356,8 @@ fn o24_sigint_in_chat_json() {
     let model = endless();
     let mut child = volley(&["chat", "--json", "-m", path(&model), "--ignore-eos"]).stdin(Stdio::piped()).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
-    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(|line| serde_json::from_str::<serde_json::Value>(&line.unwrap()).unwrap());
+    let mut lines =
+        BufReader::new(child.stdout.take().unwrap()).lines().map(|line| serde_json::from_str::<serde_json::Value>(&line.unwrap()).unwrap());
     let request = |extra: &str| format!("{{\"messages\": [{{\"role\": \"user\", \"content\": \"hi\"}}]{extra}}}\n");
     stdin.write_all(request("").as_bytes()).unwrap();
     assert!(lines.next().unwrap()["delta"].is_string());
@@ -386,6 +430,19 @@ fn o24_two_quick_sigints_and_sigterm() {
         wait(&mut terminal.child, Duration::from_secs(2));
         assert!(terminal.is_cooked());
         assert_eq!(terminal.end().1, Some(code));
+    }
+}
+
+/// A terminal that goes away takes the program with it, at the prompt and in an answer.
+#[test]
+fn o24_terminal_closed() {
+    let model = endless();
+    for keys in ["", "hi\r"] {
+        let mut terminal = chat_terminal(model.path());
+        terminal.send(keys);
+        std::thread::sleep(Duration::from_millis(300));
+        let mut child = terminal.close();
+        wait(&mut child, Duration::from_secs(2));
     }
 }
 

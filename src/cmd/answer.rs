@@ -122,6 +122,12 @@ pub fn sampling(options: &AnswerOptions) -> (Sampling, Option<u64>) {
     (sampling, seed)
 }
 
+impl AnswerOptions {
+    pub fn ask<'a>(&'a self, prompt: &'a [u32], sampling: &'a Sampling) -> Ask<'a> {
+        Ask { prompt, sampling, stops: &self.stops, max_tokens: self.max_tokens, ignore_eos: self.ignore_eos }
+    }
+}
+
 impl Reply {
     /// The last object of the JSON forms. `seed` is null where nothing was drawn at random.
     pub fn summary(&self, seed: Option<u64>) -> Value {

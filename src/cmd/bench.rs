@@ -51,14 +51,11 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
     };
     let mut out = io::stdout();
     if !options.json {
+        writeln!(out, "{} {}, {device}, reads {}/s, commit {COMMIT}", model.name, model.dtype, shown_bytes(read_rate as u64))?;
         writeln!(
             out,
-            "{} {}, {device}, reads {}/s, commit {COMMIT}",
-            model.name,
-            model.dtype,
-            shown_bytes(read_rate as u64)
+            " depth  prompt  first token  prompt tok/s  per token p50       p90       p99    tok/s         read  of rate  tokens hash"
         )?;
-        writeln!(out, " depth  prompt  first token  prompt tok/s  per token p50       p90       p99    tok/s         read  of rate  tokens hash")?;
     }
     for &depth in &options.depths {
         for &prompt in &options.prompts {
@@ -186,7 +183,7 @@ impl Row {
         let [p50, p90, p99] = self.percentiles();
         json!({
             "model": model.name, "dtype": model.dtype, "device": model.device, "threads": rayon::current_num_threads(), "commit": COMMIT,
-            "version": env!("CARGO_PKG_VERSION"), "optimised": !cfg!(debug_assertions),
+            "version": env!("CARGO_PKG_VERSION"),
             "depth": self.depth, "prompt_tokens": self.prompt, "generate": options.generate, "repeat": options.repeat,
             "first_token_ms": first, "prompt_tokens_per_s": self.prompt as f64 / (first / 1e3),
             "token_ms": { "p50": p50, "p90": p90, "p99": p99 }, "tokens_per_s": stats::rate(&self.token_ms.concat()),
@@ -210,7 +207,10 @@ fn token_ids(n: usize, vocab: usize) -> Vec<u32> {
 
 /// FNV-1a of the ids.
 fn hash(tokens: &[u32]) -> u64 {
-    tokens.iter().flat_map(|id| id.to_le_bytes()).fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ byte as u64).wrapping_mul(0x100_0000_01b3))
+    tokens
+        .iter()
+        .flat_map(|id| id.to_le_bytes())
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ byte as u64).wrapping_mul(0x100_0000_01b3))
 }
 
 /// Bytes per second at which all threads together read memory: the best of five sums over 1 GiB.
@@ -222,7 +222,8 @@ fn read_rate() -> f64 {
     let mut best = 0.0f64;
     for _ in 0..5 {
         let start = Instant::now();
-        let sum = buffer.par_chunks(chunk).map(|chunk| chunk.iter().fold(0u64, |sum, &x| sum.wrapping_add(x))).reduce(|| 0, u64::wrapping_add);
+        let sum =
+            buffer.par_chunks(chunk).map(|chunk| chunk.iter().fold(0u64, |sum, &x| sum.wrapping_add(x))).reduce(|| 0, u64::wrapping_add);
         std::hint::black_box(sum);
         best = best.max((WORDS * 8) as f64 / start.elapsed().as_secs_f64());
     }

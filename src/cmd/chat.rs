@@ -25,6 +25,9 @@ pub fn chat(model: &ModelOptions, options: &AnswerOptions, json: bool) -> Result
     if json {
         return serve(session, options);
     }
+    if io::stdin().is_terminal() {
+        tell(format_args!("{} on {}; /help lists the commands", session.model.name, session.model.device));
+    }
     let (sampling, _) = answer::sampling(options);
     let system = options.system.iter().map(|text| Message::new("system", text));
     let mut conversation =
@@ -128,9 +131,9 @@ impl Conversation<'_> {
                 self.last = stats::line(&self.session.model, reply.prompt_tokens, &reply.answer);
                 let context = self.session.model.engine.context();
                 match reply.ended {
-                    Ended::Context => {
-                        tell(format_args!("the context of {context} tokens is full: the answer ends here; /clear starts a new conversation"))
-                    }
+                    Ended::Context => tell(format_args!(
+                        "the context of {context} tokens is full: the answer ends here; /clear starts a new conversation"
+                    )),
                     Ended::Interrupt => tell(format_args!("[stopped]")),
                     _ => {}
                 }
@@ -162,13 +165,7 @@ impl Conversation<'_> {
         if self.options.show_tokens {
             tell(format_args!("prompt tokens: {ids:?}"));
         }
-        let ask = Ask {
-            prompt: &ids,
-            sampling: &self.sampling,
-            stops: &self.options.stops,
-            max_tokens: self.options.max_tokens,
-            ignore_eos: self.options.ignore_eos,
-        };
+        let ask = self.options.ask(&ids, &self.sampling);
         let mut out = io::stdout();
         let reply = answer::answer(&mut self.session, &ask, &mut |piece: Piece| {
             out.write_all(piece.text.as_bytes())?;
@@ -276,7 +273,10 @@ impl JsonRequest {
             repetition_penalty: self.repetition_penalty.unwrap_or(flags.repetition_penalty),
             presence_penalty: self.presence_penalty.unwrap_or(flags.presence_penalty),
             frequency_penalty: self.frequency_penalty.unwrap_or(flags.frequency_penalty),
-            logit_bias: self.logit_bias.as_ref().map_or_else(|| flags.logit_bias.clone(), |bias| bias.iter().map(|(&id, &x)| (id, x)).collect()),
+            logit_bias: self
+                .logit_bias
+                .as_ref()
+                .map_or_else(|| flags.logit_bias.clone(), |bias| bias.iter().map(|(&id, &x)| (id, x)).collect()),
             min_tokens: self.min_tokens.unwrap_or(flags.min_tokens),
         }
     }

@@ -10,8 +10,8 @@ mod stats;
 
 use crate::cpu;
 use crate::decode::{Backend, Drafting, Engine, Sampling};
-use crate::gpu::{self, machine, weights::Source};
 use crate::error;
+use crate::gpu::{self, machine, weights::Source};
 use crate::model::checkpoint::{Checkpoint, Dtype, Read};
 use crate::model::config::Config;
 use crate::model::plan::{self, Pass, Plan, Ranks, Storage};
@@ -155,7 +155,13 @@ impl Model {
         let context = context(options.context, config.context, row_bytes, most_kv, available)?;
         if verbose {
             match &gpu {
-                Ok(gpu) => tell(format_args!("device: {}, SM {}.{}, kernels: {}", gpu.info().name, gpu.info().sm / 10, gpu.info().sm % 10, gpu::fatbins::BUILT_WITH)),
+                Ok(gpu) => tell(format_args!(
+                    "device: {}, SM {}.{}, kernels: {}",
+                    gpu.info().name,
+                    gpu.info().sm / 10,
+                    gpu.info().sm % 10,
+                    gpu::fatbins::BUILT_WITH
+                )),
                 Err(why) => tell(format_args!("device: cpu, since {why}")),
             }
             tell(format_args!("model: {} ({}), {stored}", dir.display(), config.arch));
@@ -175,7 +181,8 @@ impl Model {
                 let source = weights.as_ref().map_or(Source::Random(0), Source::Checkpoint);
                 let machine_options = machine::Options { context, require_graphs: options.require_graphs, fail_capture: |_| false };
                 let mut progress = Progress::new();
-                let made = machine::Machine::new(gpu, config.clone(), source, &machine_options, &mut |done, total| progress.show(done, total))?;
+                let made =
+                    machine::Machine::new(gpu, config.clone(), source, &machine_options, &mut |done, total| progress.show(done, total))?;
                 if verbose {
                     let t = made.timings;
                     tell(format_args!(

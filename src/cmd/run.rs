@@ -1,5 +1,5 @@
 //! `volley run`: one prompt in, one answer out, as text or as JSON lines.
-use super::answer::{self, Ask, Ended, Piece};
+use super::answer::{self, Ended, Piece};
 use super::{stats, tell, text, AnswerOptions, ModelOptions, Session};
 use crate::error;
 use crate::text::Message;
@@ -34,13 +34,7 @@ pub fn run(model: &ModelOptions, options: &AnswerOptions, run: &Options) -> Resu
         tell(format_args!("prompt tokens: {ids:?}"));
     }
     let (sampling, seed) = answer::sampling(options);
-    let ask = Ask {
-        prompt: &ids,
-        sampling: &sampling,
-        stops: &options.stops,
-        max_tokens: options.max_tokens,
-        ignore_eos: options.ignore_eos,
-    };
+    let ask = options.ask(&ids, &sampling);
     let mut out = io::stdout();
     let reply = answer::answer(&mut session, &ask, &mut |piece: Piece| {
         if !run.json {

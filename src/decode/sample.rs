@@ -297,12 +297,8 @@ mod tests {
             });
             order.truncate(n.map_or(order.len(), |n| n + 1));
         }
-        order.retain(|&id| id == order_first(&l) || z(id).exp() >= s.min_p as f64);
+        order.retain(|&id| z(id) >= (s.min_p as f64).ln());
         order.into_iter().map(|id| (id, z(id) + gumbel(s.seed, position as u64, id) as f64)).collect()
-    }
-
-    fn order_first(l: &[f64]) -> u32 {
-        (0..l.len() as u32).rev().max_by(|&a, &b| l[a as usize].total_cmp(&l[b as usize])).unwrap()
     }
 
     fn counts(vocab: usize) -> Counts {

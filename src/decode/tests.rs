@@ -186,7 +186,11 @@ fn o11_stops_by_the_caller() {
                 .generate(&request, &mut |event| match event {
                     Event::Tokens(tokens) => {
                         seen += tokens.len();
-                        if seen >= stop_at { Flow::Stop { keep: tokens.len() } } else { Flow::Go }
+                        if seen >= stop_at {
+                            Flow::Stop { keep: tokens.len() }
+                        } else {
+                            Flow::Go
+                        }
                     }
                     Event::Prefilled { .. } => Flow::Go,
                 })
@@ -245,7 +249,7 @@ fn o11_ends_inside_a_block() {
         }
     }
     let mut ended = Sequence::new(&p, 4, VOCAB, Sampling::default(), limits(&[], 0, 100));
-    assert_eq!(ended.accept(&mut vec![0.0; VOCAB], &[]).end, Some(End::Length));
+    assert_eq!(ended.accept(&mut [0.0; VOCAB], &[]).end, Some(End::Length));
     assert_eq!(ended.history, p);
 }
 
@@ -257,7 +261,7 @@ fn truncating_forgets() {
     let sampling = Sampling { frequency_penalty: 1.0, ..Sampling::default() };
     let mut sequence = Sequence::new(&p, 4, VOCAB, sampling, limits);
     let logits = || (0..VOCAB).map(|id| if id < 4 { 2.0 - 0.3 * id as f32 } else { 0.0 }).collect::<Vec<f32>>();
-    let mut step = |sequence: &mut Sequence| sequence.accept(&mut logits(), &[]).tokens[0];
+    let step = |sequence: &mut Sequence| sequence.accept(&mut logits(), &[]).tokens[0];
     let four: Vec<u32> = (0..4).map(|_| step(&mut sequence)).collect();
     assert_eq!(sequence.end, Some(End::Length));
     sequence.truncate(6);

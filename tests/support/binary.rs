@@ -173,6 +173,11 @@ impl Terminal {
         }
     }
 
+    /// Closes this end, as a window that is closed does.
+    pub fn close(self) -> Child {
+        self.child
+    }
+
     /// Everything on the terminal until the program ends, and its exit code.
     pub fn end(mut self) -> (String, Option<i32>) {
         let start = Instant::now();
