@@ -37,7 +37,6 @@ run compiler scripts/cuda-toolchain.sh
 run lint cargo clippy --all-targets -- -D warnings
 run kernels python3 scripts/check_kernels.py
 run shim scripts/test_kernels.sh
-run "shim library" scripts/shim.sh
 run answer answer
 run tests tests
 awk -v s="$SECONDS" '/^test result:/ { passed += $4; failed += $6; ignored += $8 } /skipped: / { skipped++ }

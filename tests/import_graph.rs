@@ -1,7 +1,7 @@
-//! The modules know each other only as ALLOWED says, and the files inside a module have no cycles.
+//! The modules of src know each other only as ALLOWED says, without cycles.
 //!
-//! `cargo test --test import_graph -- --nocapture` prints the graph. It reads the sources: every `crate::`, `super::` and, in main.rs,
-//! `volley::` path counts as an edge, comments excluded.
+//! `cargo test --test import_graph -- --nocapture` prints the graph. It reads the sources: every path that starts at the
+//! crate's root (`crate::`, enough `super::`, `volley::` in main.rs) counts as an edge, comments excluded.
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -32,23 +32,16 @@ fn modules_know_only_what_the_layout_allows() {
 }
 
 #[test]
-fn files_inside_a_module_have_no_cycles() {
-    assert_eq!(cycle(&file_graph(&sources())), None);
-}
-
-#[test]
 fn a_forbidden_edge_and_a_cycle_are_noticed() {
     let file = |path: &str, text: &str| (PathBuf::from(path), text.to_string());
-    let bad = [
-        file("text/stream.rs", "use std::fmt;\nuse crate::decode::Engine;"),
+    let graph = module_graph(&[
+        file("cpu/reference.rs", "use std::fmt;\nuse crate::decode::Engine;"),
         file("model/plan.rs", "use crate::{gpu::Machine, text::{a, b}};"),
-        file("decode/engine.rs", "// crate::text is only named\nuse super::sample;\nlet x = crate::model::plan::MAX_WIDTH;"),
-        file("decode/sample.rs", "use super::engine::Event;"),
-        file("decode/mod.rs", "mod engine; mod sample;"),
-    ];
-    assert_eq!(forbidden(&module_graph(&bad)), ["model -> gpu", "model -> text", "text -> decode"]);
-    assert_eq!(cycle(&file_graph(&bad)), Some(vec!["decode/engine".into(), "decode/sample".into(), "decode/engine".into()]));
-    assert_eq!(cycle(&file_graph(&bad[..3])), None);
+        file("decode/engine.rs", "// crate::text is only named\nuse super::sample;\nlet x = crate::cpu::Reference::new();"),
+        file("text/mod.rs", "use super::error::machine;"),
+    ]);
+    assert_eq!(forbidden(&graph), ["decode -> cpu", "model -> gpu", "model -> text", "text -> error"]);
+    assert_eq!(cycle(&graph), Some(vec!["cpu".into(), "decode".into(), "cpu".into()]));
 }
 
 /// All of src: (path below src, text).
@@ -79,22 +72,6 @@ fn module_graph(sources: &[(PathBuf, String)]) -> Graph {
         let known: BTreeSet<String> = ALLOWED.iter().map(|(name, _)| name.to_string()).collect();
         let to = graph.entry(parts[0].clone()).or_default();
         to.extend(named(text, prefixes).into_iter().filter(|name| known.contains(name) && *name != parts[0]));
-    }
-    graph
-}
-
-/// Edges between the files of one module, "decode/engine" -> "decode/sample".
-fn file_graph(sources: &[(PathBuf, String)]) -> Graph {
-    let name = |path: &Path| path.with_extension("").to_string_lossy().into_owned();
-    let files: BTreeSet<String> = sources.iter().map(|(path, _)| name(path)).collect();
-    let mut graph = Graph::new();
-    for (path, text) in sources.iter().filter(|(path, _)| path.file_name().is_some_and(|n| n != "mod.rs")) {
-        let folder = path.parent().unwrap_or(Path::new(""));
-        let module = format!("crate::{}::", folder.to_string_lossy().replace('/', "::"));
-        let siblings = named(text, &["super::", &module]).into_iter().map(|n| name(&folder.join(n)));
-        let from = name(path);
-        let to: BTreeSet<String> = siblings.filter(|n| files.contains(n) && *n != from).collect();
-        graph.insert(from, to);
     }
     graph
 }

@@ -136,17 +136,9 @@ pub struct StopStream {
 impl StopStream {
     pub fn new(stops: &[String]) -> Result<Self> {
         for (i, stop) in stops.iter().enumerate() {
-            ensure!(
-                !stop.is_empty(),
-                "stop string {}: expected text, found an empty string; leave it out",
-                i + 1
-            );
+            ensure!(!stop.is_empty(), "stop string {}: expected text, found an empty string; leave it out", i + 1);
         }
-        Ok(StopStream {
-            stops: stops.to_vec(),
-            held: String::new(),
-            stopped: false,
-        })
+        Ok(StopStream { stops: stops.to_vec(), held: String::new(), stopped: false })
     }
 
     /// The text that may be shown now, and the index of the stop that this text completed.
@@ -156,20 +148,14 @@ impl StopStream {
         }
         self.held += text;
         let first = (self.stops.iter().enumerate())
-            .filter_map(|(i, stop)| {
-                self.held
-                    .find(stop.as_str())
-                    .map(|start| (start + stop.len(), start, i))
-            })
+            .filter_map(|(i, stop)| self.held.find(stop.as_str()).map(|start| (start + stop.len(), start, i)))
             .min();
         if let Some((_, start, stop)) = first {
             self.stopped = true;
             self.held.truncate(start);
             return (std::mem::take(&mut self.held), Some(stop));
         }
-        let kept = self
-            .held
-            .split_off(self.held.len() - self.longest_possible_start());
+        let kept = self.held.split_off(self.held.len() - self.longest_possible_start());
         (std::mem::replace(&mut self.held, kept), None)
     }
 
@@ -187,9 +173,7 @@ impl StopStream {
         let longest = self.stops.iter().map(String::len).max().unwrap_or(0);
         (self.held.char_indices())
             .map(|(start, _)| &self.held[start..])
-            .find(|tail| {
-                tail.len() < longest && self.stops.iter().any(|stop| stop.starts_with(tail))
-            })
+            .find(|tail| tail.len() < longest && self.stops.iter().any(|stop| stop.starts_with(tail)))
             .map_or(0, str::len)
     }
 }
@@ -217,11 +201,7 @@ mod tests {
     }
 
     fn check(stops: &[&str], pieces: &[&str], shown: &[&str], stop: Option<usize>, rest: &str) {
-        assert_eq!(
-            stream(stops, pieces),
-            (strings(shown), stop, rest.to_string()),
-            "stops {stops:?}, pieces {pieces:?}"
-        );
+        assert_eq!(stream(stops, pieces), (strings(shown), stop, rest.to_string()), "stops {stops:?}, pieces {pieces:?}");
     }
 
     #[test]
@@ -236,17 +216,8 @@ mod tests {
         check(&["c", "bc"], &["abc"], &["a"], Some(1), ""); // same end: the one that starts first
         check(&["aab"], &["aaa", "b"], &["a", ""], Some(0), ""); // the match fails and restarts inside itself
         check(&["né"], &["n", "é"], &["", ""], Some(0), "");
-        check(
-            &["\n\n"],
-            &["a\n", "b\n", "\nc"],
-            &["a", "\nb", ""],
-            Some(0),
-            "",
-        );
-        assert!(StopStream::new(&strings(&["a", ""]))
-            .unwrap_err()
-            .to_string()
-            .contains("stop string 2"));
+        check(&["\n\n"], &["a\n", "b\n", "\nc"], &["a", "\nb", ""], Some(0), "");
+        assert!(StopStream::new(&strings(&["a", ""])).unwrap_err().to_string().contains("stop string 2"));
     }
 
     /// The obvious definition: walk the whole text character by character.

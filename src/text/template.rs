@@ -22,11 +22,7 @@ pub struct Message {
 
 impl Message {
     pub fn new(role: &str, content: &str) -> Self {
-        Message {
-            role: role.into(),
-            content: content.into(),
-            extra: Map::new(),
-        }
+        Message { role: role.into(), content: content.into(), extra: Map::new() }
     }
 }
 
@@ -53,38 +49,23 @@ impl ChatTemplate {
     pub fn new(source: &str, special_tokens: &[(&str, &str)]) -> Result<Self> {
         let source = without_generation_tags(source);
         let mut environment = Environment::new();
-        environment.set_syntax(
-            SyntaxConfig::builder()
-                .trim_blocks(true)
-                .lstrip_blocks(true)
-                .build()?,
-        );
-        environment
-            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.set_formatter(|out, state, value| match value.kind() {
             ValueKind::None => Ok(out.write_str("None")?), // Python's spelling
             ValueKind::Bool => Ok(out.write_str(if value.is_true() { "True" } else { "False" })?),
             _ => minijinja::escape_formatter(out, state, value),
         });
-        environment.add_function(
-            "raise_exception",
-            |message: String| -> Result<Value, Error> {
-                Err(Error::new(ErrorKind::InvalidOperation, message.clone())
-                    .with_source(Refused(message)))
-            },
-        );
+        environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Refused(message)))
+        });
         environment.add_function("strftime_now", strftime_now);
         environment.add_filter("tojson", to_json);
         for (name, text) in special_tokens {
             environment.add_global(name.to_string(), *text);
         }
-        environment
-            .add_template_owned(NAME, source.clone())
-            .map_err(describe)?;
-        Ok(ChatTemplate {
-            environment,
-            source,
-        })
+        environment.add_template_owned(NAME, source.clone()).map_err(describe)?;
+        Ok(ChatTemplate { environment, source })
     }
 
     /// The template as text, for questions about which tokens it writes.
@@ -94,20 +75,12 @@ impl ChatTemplate {
 
     /// The conversation as one text. A template that refuses the messages (`raise_exception`) gives its words as the error.
     pub fn render(&self, messages: &[Message], options: &ChatOptions) -> Result<String> {
-        let mut variables = Map::from_iter([
-            ("tools".into(), Json::Null),
-            ("documents".into(), Json::Null),
-        ]); // as transformers passes them
+        let mut variables = Map::from_iter([("tools".into(), Json::Null), ("documents".into(), Json::Null)]); // as transformers passes them
         variables.extend(options.variables.clone());
         variables.insert("messages".into(), serde_json::to_value(messages)?);
-        variables.insert(
-            "add_generation_prompt".into(),
-            options.add_generation_prompt.into(),
-        );
+        variables.insert("add_generation_prompt".into(), options.add_generation_prompt.into());
         let template = self.environment.get_template(NAME).map_err(describe)?;
-        template
-            .render(Value::from(Serde(variables)))
-            .map_err(describe)
+        template.render(Value::from(Serde(variables))).map_err(describe)
     }
 }
 
@@ -140,22 +113,13 @@ fn content_text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D:
     match Json::deserialize(deserializer)? {
         Json::String(text) => Ok(text),
         Json::Array(parts) => {
-            let part_text = |(i, part): (usize, &Json)| {
-                match (part["type"].as_str(), part["text"].as_str()) {
+            let part_text = |(i, part): (usize, &Json)| match (part["type"].as_str(), part["text"].as_str()) {
                 (Some("text"), Some(text)) => Ok(text.to_string()),
                 _ => Err(D::Error::custom(format!("content part {i}: expected {{\"type\": \"text\", \"text\": ...}}, found {part}"))),
-            }
             };
-            Ok(parts
-                .iter()
-                .enumerate()
-                .map(part_text)
-                .collect::<Result<Vec<_>, _>>()?
-                .join("\n"))
+            Ok(parts.iter().enumerate().map(part_text).collect::<Result<Vec<_>, _>>()?.join("\n"))
         }
-        other => Err(D::Error::custom(format!(
-            "content: expected a string or a list of text parts, found {other}"
-        ))),
+        other => Err(D::Error::custom(format!("content: expected a string or a list of text parts, found {other}"))),
     }
 }
 
@@ -176,14 +140,7 @@ fn without_generation_tags(source: &str) -> String {
         match inside.trim_matches(['-', '+']).trim() {
             name @ ("generation" | "endgeneration") => {
                 text += "{%";
-                text += &inside.replace(
-                    name,
-                    if name == "generation" {
-                        "if true"
-                    } else {
-                        "endif"
-                    },
-                );
+                text += &inside.replace(name, if name == "generation" { "if true" } else { "endif" });
                 text += "%}";
             }
             _ => text += tag,
@@ -195,17 +152,11 @@ fn without_generation_tags(source: &str) -> String {
 
 /// Python's `datetime.now().strftime(format)`, local time.
 fn strftime_now(format: String) -> Result<String, Error> {
-    let refuse = |why: &str| {
-        Error::new(
-            ErrorKind::InvalidOperation,
-            format!("strftime_now({format:?}): {why}"),
-        )
-    };
+    let refuse = |why: &str| Error::new(ErrorKind::InvalidOperation, format!("strftime_now({format:?}): {why}"));
     if format.is_empty() {
         return Ok(format);
     }
-    let c_format = std::ffi::CString::new(format.as_str())
-        .map_err(|_| refuse("the format has a NUL character"))?;
+    let c_format = std::ffi::CString::new(format.as_str()).map_err(|_| refuse("the format has a NUL character"))?;
     let mut buffer = [0u8; 512];
     // Safe: all pointers are to live locals, localtime_r fills `now`, strftime writes at most `buffer.len()` bytes.
     let written = unsafe {
@@ -214,12 +165,7 @@ fn strftime_now(format: String) -> Result<String, Error> {
         if libc::localtime_r(&seconds, &mut now).is_null() {
             return Err(refuse("the clock has no local time"));
         }
-        libc::strftime(
-            buffer.as_mut_ptr().cast(),
-            buffer.len(),
-            c_format.as_ptr(),
-            &now,
-        )
+        libc::strftime(buffer.as_mut_ptr().cast(), buffer.len(), c_format.as_ptr(), &now)
     };
     if written == 0 {
         return Err(refuse("longer than 511 bytes"));
@@ -231,10 +177,7 @@ fn strftime_now(format: String) -> Result<String, Error> {
 fn to_json(value: &Value, positional: Rest<Value>, options: Kwargs) -> Result<String, Error> {
     let invalid = |what: String| Error::new(ErrorKind::InvalidOperation, format!("tojson: {what}"));
     if positional.len() > 4 {
-        return Err(invalid(format!(
-            "expected at most 4 arguments, found {}",
-            positional.len()
-        )));
+        return Err(invalid(format!("expected at most 4 arguments, found {}", positional.len())));
     }
     let argument = |index: usize, name: &str| -> Result<Option<Value>, Error> {
         let value = match positional.get(index) {
@@ -248,17 +191,11 @@ fn to_json(value: &Value, positional: Rest<Value>, options: Kwargs) -> Result<St
         None => None,
         Some(indent) => Some(match indent.as_str() {
             Some(text) => text.to_string(),
-            None => " ".repeat(
-                usize::try_from(indent.clone())
-                    .map_err(|_| invalid(format!("indent {indent} is no count of spaces")))?,
-            ),
+            None => " ".repeat(usize::try_from(indent.clone()).map_err(|_| invalid(format!("indent {indent} is no count of spaces")))?),
         }),
     };
     let separators = match argument(2, "separators")? {
-        None => [
-            if indent.is_some() { "," } else { ", " }.to_string(),
-            ": ".to_string(),
-        ],
+        None => [if indent.is_some() { "," } else { ", " }.to_string(), ": ".to_string()],
         Some(pair) => serde_json::to_value(&pair)
             .and_then(serde_json::from_value)
             .map_err(|_| invalid(format!("separators {pair} are no pair of strings")))?,
@@ -270,13 +207,7 @@ fn to_json(value: &Value, positional: Rest<Value>, options: Kwargs) -> Result<St
     }
     let json = serde_json::to_value(value).map_err(|error| invalid(error.to_string()))?;
     let mut text = String::new();
-    JsonStyle {
-        ensure_ascii,
-        indent,
-        separators,
-        sort_keys,
-    }
-    .write(&json, 0, &mut text);
+    JsonStyle { ensure_ascii, indent, separators, sort_keys }.write(&json, 0, &mut text);
     Ok(text)
 }
 
@@ -291,17 +222,9 @@ struct JsonStyle {
 impl JsonStyle {
     fn write(&self, value: &Json, depth: usize, out: &mut String) {
         match value {
-            Json::Array(items) => self.write_block(
-                ['[', ']'],
-                items.iter().map(|item| (None, item)),
-                depth,
-                out,
-            ),
+            Json::Array(items) => self.write_block(['[', ']'], items.iter().map(|item| (None, item)), depth, out),
             Json::Object(items) => {
-                let mut items: Vec<(Option<&str>, &Json)> = items
-                    .iter()
-                    .map(|(key, item)| (Some(key.as_str()), item))
-                    .collect();
+                let mut items: Vec<(Option<&str>, &Json)> = items.iter().map(|(key, item)| (Some(key.as_str()), item)).collect();
                 if self.sort_keys {
                     items.sort_by_key(|(key, _)| *key);
                 }
@@ -345,9 +268,7 @@ impl JsonStyle {
     fn write_string(&self, text: &str, out: &mut String) {
         for c in Json::from(text).to_string().chars() {
             if self.ensure_ascii && !matches!(c, ' '..='~') {
-                c.encode_utf16(&mut [0; 2])
-                    .iter()
-                    .for_each(|unit| *out += &format!("\\u{unit:04x}"));
+                c.encode_utf16(&mut [0; 2]).iter().for_each(|unit| *out += &format!("\\u{unit:04x}"));
             } else {
                 out.push(c);
             }
@@ -361,12 +282,8 @@ mod tests {
     use serde_json::json;
 
     fn render(source: &str, variables: Json) -> Result<String> {
-        let options = ChatOptions {
-            add_generation_prompt: false,
-            variables: variables.as_object().unwrap().clone(),
-        };
-        ChatTemplate::new(source, &[("bos_token", "<s>")])?
-            .render(&[Message::new("user", "hi")], &options)
+        let options = ChatOptions { add_generation_prompt: false, variables: variables.as_object().unwrap().clone() };
+        ChatTemplate::new(source, &[("bos_token", "<s>")])?.render(&[Message::new("user", "hi")], &options)
     }
 
     fn check(source: &str, variables: Json, want: &str) {
@@ -375,83 +292,35 @@ mod tests {
 
     fn check_error(source: &str, want: &str) {
         let error = format!("{:#}", render(source, json!({})).unwrap_err());
-        assert!(
-            error.contains(want) && !error.contains('\n'),
-            "{source}: {error}"
-        );
+        assert!(error.contains(want) && !error.contains('\n'), "{source}: {error}");
     }
 
     #[test]
     fn as_transformers_renders() {
-        check(
-            "{{ bos_token }}{{ messages[0].content }}{{ messages[0]['role'] }}\n",
-            json!({}),
-            "<s>hiuser",
-        );
-        check(
-            "a\n  {% if true %}\n  b\n  {% endif %}\nc\n\n",
-            json!({}),
-            "a\n  b\nc\n",
-        ); // trim_blocks, lstrip_blocks
-        check(
-            "{{ x }} {{ not x }} {{ none }} {{ missing }}",
-            json!({"x": true}),
-            "True False None ",
-        );
-        check(
-            "{{ tools is defined and tools is none }}",
-            json!({}),
-            "True",
-        );
+        check("{{ bos_token }}{{ messages[0].content }}{{ messages[0]['role'] }}\n", json!({}), "<s>hiuser");
+        check("a\n  {% if true %}\n  b\n  {% endif %}\nc\n\n", json!({}), "a\n  b\nc\n"); // trim_blocks, lstrip_blocks
+        check("{{ x }} {{ not x }} {{ none }} {{ missing }}", json!({"x": true}), "True False None ");
+        check("{{ tools is defined and tools is none }}", json!({}), "True");
         check("{{ '<b>' }}{{ x }}", json!({"x": "&"}), "<b>&"); // no escaping
-        check(
-            "{{ ' a b '.strip().split(' ')[-1].startswith('b') }}",
-            json!({}),
-            "True",
-        );
-        check(
-            "{{ x.get('k', 'd') }}{% for k, v in x.items() %}{{ k }}{{ v }}{% endfor %}",
-            json!({"x": {"z": 1, "a": 2}}),
-            "dz1a2",
-        );
-        check(
-            "{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}",
-            json!({}),
-            "012",
-        );
+        check("{{ ' a b '.strip().split(' ')[-1].startswith('b') }}", json!({}), "True");
+        check("{{ x.get('k', 'd') }}{% for k, v in x.items() %}{{ k }}{{ v }}{% endfor %}", json!({"x": {"z": 1, "a": 2}}), "dz1a2");
+        check("{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}", json!({}), "012");
         check("{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", json!({}), "1");
     }
 
     #[test]
     fn generation_tags() {
-        check(
-            "x\n{%- generation -%}\n y {%- endgeneration %}\nz",
-            json!({}),
-            "xyz",
-        );
-        check(
-            "x\n  {% generation %}\ny\n  {% endgeneration %}\nz",
-            json!({}),
-            "x\ny\nz",
-        );
-        check(
-            "{{ messages[0].content }}{# generation #} {% raw %}{% endraw %}",
-            json!({}),
-            "hi ",
-        );
+        check("x\n{%- generation -%}\n y {%- endgeneration %}\nz", json!({}), "xyz");
+        check("x\n  {% generation %}\ny\n  {% endgeneration %}\nz", json!({}), "x\ny\nz");
+        check("{{ messages[0].content }}{# generation #} {% raw %}{% endraw %}", json!({}), "hi ");
         check_error("{% generation", "chat template:1"); // left as it is for minijinja to complain about
     }
 
     #[test]
     fn json_as_python_writes_it() {
-        let x =
-            json!({"x": {"b": [1, 2.5, "é<'\u{7f}\"\n"], "a": {}, "c": null, "d": true, "e": []}});
+        let x = json!({"x": {"b": [1, 2.5, "é<'\u{7f}\"\n"], "a": {}, "c": null, "d": true, "e": []}});
         check("{{ x | tojson }}", x.clone(), "{\"b\": [1, 2.5, \"é<'\u{7f}\\\"\\n\"], \"a\": {}, \"c\": null, \"d\": true, \"e\": []}");
-        check(
-            "{{ x.b | tojson(ensure_ascii=true, separators=(',', ':')) }}",
-            x.clone(),
-            "[1,2.5,\"\\u00e9<'\\u007f\\\"\\n\"]",
-        );
+        check("{{ x.b | tojson(ensure_ascii=true, separators=(',', ':')) }}", x.clone(), "[1,2.5,\"\\u00e9<'\\u007f\\\"\\n\"]");
         check(
             "{{ x | tojson(indent=2, sort_keys=true) }}",
             json!({"x": {"b": [1], "a": {}}}),
@@ -464,28 +333,15 @@ mod tests {
 
     #[test]
     fn dates() {
-        let year: i32 = render("{{ strftime_now('%Y') }}", json!({}))
-            .unwrap()
-            .parse()
-            .unwrap();
+        let year: i32 = render("{{ strftime_now('%Y') }}", json!({})).unwrap().parse().unwrap();
         assert!(year >= 2025, "{year}");
-        check(
-            "{{ strftime_now('') }}{{ strftime_now('100%%') }}",
-            json!({}),
-            "100%",
-        );
+        check("{{ strftime_now('') }}{{ strftime_now('100%%') }}", json!({}), "100%");
     }
 
     #[test]
     fn errors_name_the_cause() {
-        check_error(
-            "{{ raise_exception('roles must alternate') }}",
-            "the chat template refuses these messages: roles must alternate",
-        );
-        check_error(
-            "{% macro m() %}{{ raise_exception('deep') }}{% endmacro %}{{ m() }}",
-            "refuses these messages: deep",
-        );
+        check_error("{{ raise_exception('roles must alternate') }}", "the chat template refuses these messages: roles must alternate");
+        check_error("{% macro m() %}{{ raise_exception('deep') }}{% endmacro %}{{ m() }}", "refuses these messages: deep");
         check_error("a\n{{ missing.field }}", "chat template:2");
         check_error("a\n{% if %}", "chat template:2");
     }
@@ -495,14 +351,10 @@ mod tests {
         let parse = |text: &str| serde_json::from_str::<Message>(text);
         let parts = r#"{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}"#;
         assert_eq!(parse(parts).unwrap(), Message::new("user", "a\nb"));
-        let extra =
-            parse(r#"{"role": "assistant", "content": "x", "reasoning_content": "r"}"#).unwrap();
+        let extra = parse(r#"{"role": "assistant", "content": "x", "reasoning_content": "r"}"#).unwrap();
         assert_eq!(extra.extra["reasoning_content"], "r");
         for (text, want) in [
-            (
-                r#"{"role": "user", "content": [{"type": "image_url"}]}"#,
-                "content part 0",
-            ),
+            (r#"{"role": "user", "content": [{"type": "image_url"}]}"#, "content part 0"),
             (r#"{"role": "user", "content": null}"#, "found null"),
             (r#"{"content": "a"}"#, "role"),
         ] {

@@ -12,10 +12,7 @@ use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::io::ErrorKind;
 use std::path::Path;
-use tokenizers::{
-    AddedToken, Model, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer,
-    PreTokenizerWrapper, TokenizerImpl,
-};
+use tokenizers::{AddedToken, Model, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer, PreTokenizerWrapper, TokenizerImpl};
 
 /// The tokenizer of one checkpoint.
 pub struct Tokenizer {
@@ -45,11 +42,12 @@ impl Tokenizer {
     pub fn open(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
         let json = std::fs::read(&path).map_err(|error| match error.kind() {
-            ErrorKind::NotFound => anyhow!("{}: no such file; the tokenizer belongs beside the weights, download it with the model", path.display()),
+            ErrorKind::NotFound => {
+                anyhow!("{}: no such file; the tokenizer belongs beside the weights, download it with the model", path.display())
+            }
             _ => anyhow!("{}: {error}", path.display()),
         })?;
-        let hf: HfTokenizer = serde_json::from_slice(&json)
-            .map_err(|error| anyhow!("{}: no valid tokenizer: {error}", path.display()))?;
+        let hf: HfTokenizer = serde_json::from_slice(&json).map_err(|error| anyhow!("{}: no valid tokenizer: {error}", path.display()))?;
         Self::from_parts(dir, hf).with_context(|| dir.display().to_string())
     }
 
@@ -75,55 +73,24 @@ impl Tokenizer {
                 names.push((name, text));
             }
         }
-        let named = |name| {
-            names
-                .iter()
-                .find(|(n, _)| *n == name)
-                .and_then(|(_, text)| hf.token_to_id(text))
-        };
+        let named = |name| names.iter().find(|(n, _)| *n == name).and_then(|(_, text)| hf.token_to_id(text));
         let (bos, eos) = (named("bos_token"), named("eos_token"));
 
         let added = hf.get_added_tokens_decoder();
         let special = (added.iter())
-            .filter(|(_, token)| {
-                token.special || names.iter().any(|(_, text)| *text == token.content)
-            })
+            .filter(|(_, token)| token.special || names.iter().any(|(_, text)| *text == token.content))
             .map(|(id, _)| *id)
             .collect();
-        let names: Vec<(&str, &str)> = names
-            .iter()
-            .map(|(name, text)| (*name, text.as_str()))
-            .collect();
-        let template = template_source(dir, &config)?
-            .map(|source| ChatTemplate::new(&source, &names))
-            .transpose()?;
+        let names: Vec<(&str, &str)> = names.iter().map(|(name, text)| (*name, text.as_str())).collect();
+        let template = template_source(dir, &config)?.map(|source| ChatTemplate::new(&source, &names)).transpose()?;
         let template_marks = (added.iter())
             .filter(|(_, token)| !token.special && !token.content.trim().is_empty())
-            .filter(|(_, token)| {
-                template
-                    .as_ref()
-                    .is_some_and(|template| template.source().contains(&token.content))
-            })
+            .filter(|(_, token)| template.as_ref().is_some_and(|template| template.source().contains(&token.content)))
             .map(|(id, _)| *id)
             .collect();
-        let vocab_size = added
-            .keys()
-            .map(|id| *id as usize + 1)
-            .max()
-            .unwrap_or(0)
-            .max(hf.get_model().get_vocab_size());
+        let vocab_size = added.keys().map(|id| *id as usize + 1).max().unwrap_or(0).max(hf.get_model().get_vocab_size());
         let raw = RawRule::of(&config, hf.get_post_processor().is_some(), bos, eos)?;
-        Ok(Tokenizer {
-            hf,
-            spelling,
-            special,
-            template_marks,
-            eos,
-            raw,
-            template,
-            vocab_size,
-            dir: dir.display().to_string(),
-        })
+        Ok(Tokenizer { hf, spelling, special, template_marks, eos, raw, template, vocab_size, dir: dir.display().to_string() })
     }
 
     /// Ids of a text as the tokenizer itself would have it, BOS included where it adds one. Special tokens in the text count.
@@ -147,10 +114,7 @@ impl Tokenizer {
     /// that are not the assistant's or the system's, so do the other added tokens which the template uses as marks. Errors: no
     /// template, or a template that refuses the messages.
     pub fn encode_chat(&self, messages: &[Message], options: &ChatOptions) -> Result<Vec<u32>> {
-        let guarded: Vec<Message> = messages
-            .iter()
-            .map(|message| self.guard_message(message))
-            .collect();
+        let guarded: Vec<Message> = messages.iter().map(|message| self.guard_message(message)).collect();
         self.encode(&self.template()?.render(&guarded, options)?, false)
     }
 
@@ -168,23 +132,15 @@ impl Tokenizer {
         let added = self.hf.get_added_vocabulary().get_added_tokens_decoder();
         match added.get(&id) {
             Some(token) => token.content.clone().into_bytes(),
-            None => self
-                .hf
-                .get_model()
-                .id_to_token(id)
-                .map_or(Vec::new(), |token| self.spelling.bytes(&token)),
+            None => self.hf.get_model().id_to_token(id).map_or(Vec::new(), |token| self.spelling.bytes(&token)),
         }
     }
 
     /// The text of ids; bytes that are no UTF-8 become U+FFFD.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
         let mut strip_space = self.strips_leading_space();
-        let shown = ids
-            .iter()
-            .filter(|id| !skip_special || !self.is_special(**id));
-        let bytes: Vec<u8> = shown
-            .flat_map(|id| strip_once(&self.token_bytes(*id), &mut strip_space).to_vec())
-            .collect();
+        let shown = ids.iter().filter(|id| !skip_special || !self.is_special(**id));
+        let bytes: Vec<u8> = shown.flat_map(|id| strip_once(&self.token_bytes(*id), &mut strip_space).to_vec()).collect();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
@@ -209,58 +165,30 @@ impl Tokenizer {
     }
 
     pub(super) fn strips_leading_space(&self) -> bool {
-        matches!(
-            self.spelling,
-            Spelling::Pieces {
-                strip_space: true,
-                ..
-            }
-        )
+        matches!(self.spelling, Spelling::Pieces { strip_space: true, .. })
     }
 
     fn template(&self) -> Result<&ChatTemplate> {
-        self.template.as_ref().with_context(|| {
-            format!(
-                "{}: no chat template; use --raw, or add chat_template.jinja",
-                self.dir
-            )
-        })
+        self.template.as_ref().with_context(|| format!("{}: no chat template; use --raw, or add chat_template.jinja", self.dir))
     }
 
     /// `text` may hold guards.
     fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
-        let encoding = self
-            .hf
-            .encode_fast(text, add_special_tokens)
-            .map_err(|error| anyhow!("{}: cannot encode: {error}", self.dir))?;
+        let encoding = self.hf.encode_fast(text, add_special_tokens).map_err(|error| anyhow!("{}: cannot encode: {error}", self.dir))?;
         Ok(encoding.get_ids().to_vec())
     }
 
     fn guard_message(&self, message: &Message) -> Message {
         let trusted = matches!(message.role.as_str(), "assistant" | "system");
-        let extra = message
-            .extra
-            .iter()
-            .map(|(key, value)| (key.clone(), self.guard_json(value, trusted)))
-            .collect();
-        Message {
-            role: self.guard(&message.role, false),
-            content: self.guard(&message.content, trusted),
-            extra,
-        }
+        let extra = message.extra.iter().map(|(key, value)| (key.clone(), self.guard_json(value, trusted))).collect();
+        Message { role: self.guard(&message.role, false), content: self.guard(&message.content, trusted), extra }
     }
 
     fn guard_json(&self, value: &Json, trusted: bool) -> Json {
         match value {
             Json::String(text) => self.guard(text, trusted).into(),
-            Json::Array(items) => items
-                .iter()
-                .map(|item| self.guard_json(item, trusted))
-                .collect(),
-            Json::Object(items) => items
-                .iter()
-                .map(|(key, item)| (self.guard(key, trusted), self.guard_json(item, trusted)))
-                .collect(),
+            Json::Array(items) => items.iter().map(|item| self.guard_json(item, trusted)).collect(),
+            Json::Object(items) => items.iter().map(|(key, item)| (self.guard(key, trusted), self.guard_json(item, trusted))).collect(),
             other => other.clone(),
         }
     }
@@ -271,20 +199,13 @@ impl Tokenizer {
         let mut text = escape(text).into_owned();
         loop {
             // Repeated, because a token may hide behind one that overlaps it.
-            let found = self
-                .hf
-                .get_added_vocabulary()
-                .extract_and_normalize(self.hf.get_normalizer(), &text);
-            let spans: Vec<(usize, usize)> = (found
-                .get_splits(OffsetReferential::Original, OffsetType::Byte)
-                .iter())
-            .filter_map(|(_, span, tokens)| Some((*span, tokens.as_ref()?.first()?.id)))
-            .filter(|(_, id)| {
-                self.special.contains(id) || (!trusted && self.template_marks.contains(id))
-            })
-            .map(|(span, _)| span)
-            .filter(|(start, end)| text[*start..*end].chars().nth(1).is_some()) // between: there must be two
-            .collect();
+            let found = self.hf.get_added_vocabulary().extract_and_normalize(self.hf.get_normalizer(), &text);
+            let spans: Vec<(usize, usize)> = (found.get_splits(OffsetReferential::Original, OffsetType::Byte).iter())
+                .filter_map(|(_, span, tokens)| Some((*span, tokens.as_ref()?.first()?.id)))
+                .filter(|(_, id)| self.special.contains(id) || (!trusted && self.template_marks.contains(id)))
+                .map(|(span, _)| span)
+                .filter(|(start, end)| text[*start..*end].chars().nth(1).is_some()) // between: there must be two
+                .collect();
             if spans.is_empty() {
                 return text;
             }
@@ -331,9 +252,7 @@ impl PreTokenizer for Unguard {
             }
             Ok(())
         })?;
-        self.0
-            .as_ref()
-            .map_or(Ok(()), |inner| inner.pre_tokenize(text))
+        self.0.as_ref().map_or(Ok(()), |inner| inner.pre_tokenize(text))
     }
 }
 
@@ -344,12 +263,7 @@ enum RawRule {
 }
 
 impl RawRule {
-    fn of(
-        config: &Map<String, Json>,
-        has_post_processor: bool,
-        bos: Option<u32>,
-        eos: Option<u32>,
-    ) -> Result<Self> {
+    fn of(config: &Map<String, Json>, has_post_processor: bool, bos: Option<u32>, eos: Option<u32>) -> Result<Self> {
         let flag = |name: &str| match config.get(name) {
             None | Some(Json::Null) => Ok(None),
             Some(Json::Bool(flag)) => Ok(Some(*flag)),
@@ -361,10 +275,7 @@ impl RawRule {
         if add_bos.is_none() && add_eos.is_none() && has_post_processor {
             return Ok(RawRule::PostProcessor);
         }
-        Ok(RawRule::Around {
-            bos: bos.filter(|_| add_bos == Some(true)),
-            eos: eos.filter(|_| add_eos == Some(true)),
-        })
+        Ok(RawRule::Around { bos: bos.filter(|_| add_bos == Some(true)), eos: eos.filter(|_| add_eos == Some(true)) })
     }
 }
 
@@ -374,10 +285,7 @@ enum Spelling {
     /// One printable character for each byte, as in GPT-2.
     ByteLevel { bytes: HashMap<char, u8> },
     /// SentencePiece: `▁` is a space, `<0x0A>` a byte, and the text begins with a space that is not shown.
-    Pieces {
-        byte_fallback: bool,
-        strip_space: bool,
-    },
+    Pieces { byte_fallback: bool, strip_space: bool },
 }
 
 impl Spelling {
@@ -386,16 +294,18 @@ impl Spelling {
         let steps = match decoder["type"].as_str() {
             Some("Sequence") => decoder["decoders"].as_array().cloned().unwrap_or_default(),
             Some(_) => vec![decoder.clone()],
-            None => bail!(
-                "tokenizer.json: decoder: expected ByteLevel, Metaspace or a Sequence, found none"
-            ),
+            None => bail!("tokenizer.json: decoder: expected ByteLevel, Metaspace or a Sequence, found none"),
         };
         let (mut spaces, mut byte_fallback, mut strip_space) = (false, false, false);
         for step in &steps {
             match step["type"].as_str().unwrap_or_default() {
                 "ByteLevel" if steps.len() == 1 => return Ok(Spelling::ByteLevel { bytes: byte_characters() }),
                 "Metaspace" => {
-                    ensure!(step["replacement"] == "▁", "tokenizer.json: decoder: expected the replacement ▁, found {}", step["replacement"]);
+                    ensure!(
+                        step["replacement"] == "▁",
+                        "tokenizer.json: decoder: expected the replacement ▁, found {}",
+                        step["replacement"]
+                    );
                     spaces = true;
                     strip_space = step["prepend_scheme"] != "never";
                 }
@@ -406,29 +316,18 @@ impl Spelling {
                 _ => bail!("tokenizer.json: decoder: expected ByteLevel, or ▁ for spaces with byte fallback, found {step}"),
             }
         }
-        ensure!(
-            spaces,
-            "tokenizer.json: decoder: expected a step that turns ▁ into spaces, found {decoder}"
-        );
-        Ok(Spelling::Pieces {
-            byte_fallback,
-            strip_space,
-        })
+        ensure!(spaces, "tokenizer.json: decoder: expected a step that turns ▁ into spaces, found {decoder}");
+        Ok(Spelling::Pieces { byte_fallback, strip_space })
     }
 
     fn bytes(&self, token: &str) -> Vec<u8> {
         match self {
             // A token with a character outside the table is not spelled by bytes: it is its own text.
-            Spelling::ByteLevel { bytes } => token
-                .chars()
-                .map(|c| bytes.get(&c).copied())
-                .collect::<Option<_>>()
-                .unwrap_or_else(|| token.as_bytes().to_vec()),
+            Spelling::ByteLevel { bytes } => {
+                token.chars().map(|c| bytes.get(&c).copied()).collect::<Option<_>>().unwrap_or_else(|| token.as_bytes().to_vec())
+            }
             Spelling::Pieces { byte_fallback, .. } => {
-                let hex = token
-                    .strip_prefix("<0x")
-                    .and_then(|rest| rest.strip_suffix('>'))
-                    .filter(|hex| *byte_fallback && hex.len() == 2);
+                let hex = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>')).filter(|hex| *byte_fallback && hex.len() == 2);
                 match hex.and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
                     Some(byte) => vec![byte],
                     None => token.replace('▁', " ").into_bytes(),
@@ -452,8 +351,7 @@ fn byte_characters() -> HashMap<char, u8> {
 /// A JSON object beside tokenizer.json; empty if there is no such file.
 fn read_json(dir: &Path, name: &str) -> Result<Map<String, Json>> {
     match std::fs::read(dir.join(name)) {
-        Ok(bytes) => serde_json::from_slice(&bytes)
-            .map_err(|error| anyhow!("{name}: expected a JSON object: {error}")),
+        Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| anyhow!("{name}: expected a JSON object: {error}")),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Map::new()),
         Err(error) => bail!("{name}: {error}"),
     }
@@ -462,19 +360,13 @@ fn read_json(dir: &Path, name: &str) -> Result<Map<String, Json>> {
 /// Config files write a token as its text or as an object with its text as `content`.
 fn token_text(config: &Map<String, Json>, name: &str) -> Option<String> {
     let token = config.get(name)?;
-    token
-        .as_str()
-        .or_else(|| token["content"].as_str())
-        .map(str::to_string)
+    token.as_str().or_else(|| token["content"].as_str()).map(str::to_string)
 }
 
 /// Adds the tokens of `added_tokens_decoder` and `additional_special_tokens` that tokenizer.json does not list, as transformers does.
 fn add_declared_tokens(hf: &mut HfTokenizer, config: &Map<String, Json>) -> Result<()> {
     let empty = Map::new();
-    let declared = config
-        .get("added_tokens_decoder")
-        .and_then(Json::as_object)
-        .unwrap_or(&empty);
+    let declared = config.get("added_tokens_decoder").and_then(Json::as_object).unwrap_or(&empty);
     let mut tokens = Vec::new();
     for (id, token) in declared {
         let (Ok(id), Some(text)) = (id.parse::<u32>(), token["content"].as_str()) else {
@@ -501,19 +393,8 @@ fn add_declared_tokens(hf: &mut HfTokenizer, config: &Map<String, Json>) -> Resu
             found.map_or("none".to_string(), |found| found.to_string())
         );
     }
-    for token in config
-        .get("additional_special_tokens")
-        .and_then(Json::as_array)
-        .into_iter()
-        .flatten()
-    {
-        add_special_token(
-            hf,
-            token
-                .as_str()
-                .or_else(|| token["content"].as_str())
-                .unwrap_or_default(),
-        )?;
+    for token in config.get("additional_special_tokens").and_then(Json::as_array).into_iter().flatten() {
+        add_special_token(hf, token.as_str().or_else(|| token["content"].as_str()).unwrap_or_default())?;
     }
     Ok(())
 }
@@ -522,8 +403,7 @@ fn add_declared_tokens(hf: &mut HfTokenizer, config: &Map<String, Json>) -> Resu
 fn add_special_token(hf: &mut HfTokenizer, text: &str) -> Result<bool> {
     let known = hf.token_to_id(text).is_some();
     if known && !hf.get_added_vocabulary().get_vocab().contains_key(text) {
-        hf.add_special_tokens([AddedToken::from(text, true)])
-            .map_err(anyhow::Error::msg)?;
+        hf.add_special_tokens([AddedToken::from(text, true)]).map_err(anyhow::Error::msg)?;
     }
     Ok(known)
 }
@@ -536,17 +416,18 @@ fn template_source(dir: &Path, config: &Map<String, Json>) -> Result<Option<Stri
         Err(error) => bail!("chat_template.jinja: {error}"),
     }
     let beside = read_json(dir, "chat_template.json")?;
-    for (file, settings) in [
-        ("tokenizer_config.json", config),
-        ("chat_template.json", &beside),
-    ] {
+    for (file, settings) in [("tokenizer_config.json", config), ("chat_template.json", &beside)] {
         match settings.get("chat_template") {
             None | Some(Json::Null) => {}
             Some(Json::String(source)) => return Ok(Some(source.clone())),
             Some(Json::Array(named)) => {
                 let default = named.iter().find(|entry| entry["name"] == "default").and_then(|entry| entry["template"].as_str());
                 let names: Vec<String> = named.iter().map(|entry| entry["name"].to_string()).collect();
-                return Ok(Some(default.with_context(|| format!("{file}: chat_template: expected one named \"default\", found {}", names.join(", ")))?.to_string()));
+                return Ok(Some(
+                    default
+                        .with_context(|| format!("{file}: chat_template: expected one named \"default\", found {}", names.join(", ")))?
+                        .to_string(),
+                ));
             }
             Some(other) => bail!("{file}: chat_template: expected a text or a list of named templates, found {other}"),
         }
