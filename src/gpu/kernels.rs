@@ -19,7 +19,8 @@ pub struct Kernels {
     embed: Kernel,
     norm_rows: Kernel,
     linear: Vec<LinearVariant>,
-    linear_prefill: Kernel,
+    /// For up to 64 rows, and for more.
+    linear_prefill: [PrefillVariant; 2],
     attention_decode: Vec<(usize, usize, Kernel)>, // head_dim, columns of a block
     attention_rope: Vec<(usize, Kernel)>,
     attention_prefill: Vec<(usize, Kernel)>,
@@ -34,32 +35,34 @@ pub struct Kernels {
     pub read_ceiling: Kernel,
 }
 
-/// A skinny linear kernel: 8 * columns rows of the pass, `tiles` 16-row tiles of weights a block.
+/// A skinny linear kernel for 8 * columns rows of the pass.
 struct LinearVariant {
     columns: usize,
-    tiles: usize,
     threads: u32,
     kernel: Kernel,
 }
 
-/// Tile of linear_prefill: weight rows, tokens, threads.
-const PREFILL_TILE: (usize, usize, u32) = (64, 64, 128);
-/// prefill_shared_bytes of that tile.
-const PREFILL_SHARED: u32 = (4 * (64 / 16 * 64 + 64 * 4) * 16) as u32;
+/// A prefill linear kernel: weight rows and tokens of a block's tile, threads.
+struct PrefillVariant {
+    n: usize,
+    m: usize,
+    threads: u32,
+    kernel: Kernel,
+}
+
+/// prefill_shared_bytes of both tiles: as many stages as fit into 96 KB.
+const PREFILL_SHARED: u32 = 96 << 10;
 
 impl Kernels {
     pub fn load(gpu: &Gpu) -> Result<Kernels> {
         let k = |name| gpu.kernel(name, 0);
-        let variant = |columns, tiles, threads, name| -> Result<LinearVariant> { Ok(LinearVariant { columns, tiles, threads, kernel: k(name)? }) };
+        let variant = |columns, threads, name| -> Result<LinearVariant> { Ok(LinearVariant { columns, threads, kernel: k(name)? }) };
+        let prefill = |n, m, threads, name| -> Result<PrefillVariant> { Ok(PrefillVariant { n, m, threads, kernel: gpu.kernel(name, PREFILL_SHARED)? }) };
         Ok(Kernels {
             embed: k("embed")?,
             norm_rows: k("norm_rows")?,
-            linear: vec![
-                variant(1, 1, 512, "linear_m8_t1_w16_a2")?,
-                variant(1, 2, 512, "linear_m8_t2_w16_a1")?,
-                variant(2, 1, 512, "linear_m16_t1_w16_a1")?,
-            ],
-            linear_prefill: gpu.kernel("linear_prefill_64x64", PREFILL_SHARED)?,
+            linear: vec![variant(1, 512, "linear_m8_t1_w16_a2")?, variant(2, 512, "linear_m16_t1_w16_a1")?],
+            linear_prefill: [prefill(64, 64, 128, "linear_prefill_64x64")?, prefill(128, 128, 256, "linear_prefill_128x128")?],
             attention_decode: vec![
                 (64, 16, k("attention_decode_64_16")?),
                 (64, 32, k("attention_decode_64_32")?),
@@ -373,9 +376,9 @@ impl Launcher<'_> {
         params.out_stride = plan.buffer(out).dim as i32;
         (params.next_norm, params.normed, params.squares) = self.prepared(step, out);
         if self.prefills() {
-            let (n, m, threads) = PREFILL_TILE;
-            let grid = (rows.div_ceil(m), matrix.n_tiles.div_ceil(n / 16), 1);
-            return self.launch(&self.kernels.linear_prefill, grid, threads, PREFILL_SHARED, &params);
+            let variant = &self.kernels.linear_prefill[(rows > 64) as usize];
+            let grid = (rows.div_ceil(variant.m), matrix.n_tiles.div_ceil(variant.n / 16), 1);
+            return self.launch(&variant.kernel, grid, variant.threads, PREFILL_SHARED, &params);
         }
         let (variant, blocks) = self.variant(matrix.n_tiles)?;
         if params.epilogue == EPILOGUE_LOGITS {
@@ -385,13 +388,10 @@ impl Launcher<'_> {
         self.launch(&variant.kernel, (blocks, 1, 1), variant.threads, 0, &params)
     }
 
-    /// The kernel for a matrix of `n_tiles` tiles in this pass, and its blocks. Two tiles a block where there are enough to fill the GPU.
+    /// The kernel for a matrix of `n_tiles` tiles in this pass, and its blocks.
     fn variant(&self, n_tiles: usize) -> Result<(&LinearVariant, usize)> {
-        let columns = self.rows().div_ceil(8);
-        let n_sms = self.gpu.info().n_sms;
-        let tiles = if columns == 1 && n_tiles >= 8 * n_sms { 2 } else { 1 };
-        let variant = self.kernels.linear.iter().find(|v| v.columns == columns && v.tiles == tiles).context("no variant")?;
-        Ok((variant, linear_blocks(n_tiles.div_ceil(tiles), n_sms)))
+        let variant = self.kernels.linear.iter().find(|v| v.columns == self.rows().div_ceil(8)).context("no variant")?;
+        Ok((variant, linear_blocks(n_tiles, self.gpu.info().n_sms)))
     }
 
     fn attention(&self, a: &Attention) -> Result<()> {
