@@ -191,7 +191,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
             if (lane == 0) inverse[i][warp + j * kWarps] = inverse_rms(total, part.k, part.eps);
           }
       }
-      // The next loads start before this sum is added up, and all addresses are ready before the barrier.
+      // The next loads start before this sum is added up.
       const int next_group = last_part ? group + gridDim.x : group;
       if (next_group < n_groups) {
         if (kParts > 1) enter_part(last_part ? 0 : i + 1);
@@ -204,10 +204,8 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
       const int quarter = (thread >> 5) & 3, out_g = (thread & 31) >> 2;
       SharedAddress sums = shared_address(&partial[0][0][0][0]) + buffer_offset + (thread >> 7) % (kTiles * kColumns) * 512 + (quarter * 8 + ((out_g + 2 * quarter) & 7)) * 16 + (thread & 3) * 4;
       SharedAddress inverse_at = shared_address(&inverse[i][0]) + o.row * 4;
-      bf16* out = p.out + (size_t)o.row * p.out_stride + (p.epilogue == kEpilogueSilu ? o.j : o.n);
       have_now(sums);
       have_now(inverse_at);
-      have_now(out);
 #ifndef PLANT_MISSING_BARRIER
       __syncthreads();
 #endif
@@ -231,13 +229,13 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
         if (last_part) {
           if (p.epilogue == kEpilogueSilu) {
             const float up = __shfl_xor_sync(0xffffffffu, y, 2);
-            if (o.wanted && (thread & 2) == 0 && o.j < p.n) *out = __float2bfloat16(__fmul_rn(silu(y), up));
+            if (o.wanted && (thread & 2) == 0 && o.j < p.n) p.out[(size_t)o.row * p.out_stride + o.j] = __float2bfloat16(__fmul_rn(silu(y), up));
           } else {
             const bool stores = o.wanted && o.n < p.n;
             float v = 0;
             if (stores) {
               if (p.bias) y = __fadd_rn(y, bf16_low(bias));
-              v = store_output(p, o.row, o.n, out, y, bf16_low(residual));
+              v = store_output(p, o.row, o.n, y, bf16_low(residual));
               if (p.next_norm) p.normed[(size_t)o.row * p.out_stride + o.n] = __float2bfloat16(__fmul_rn(v, bf16_low(next_norm)));
               if (p.max_value && y > best[thread]) { best[thread] = y; best_id[thread] = o.n; }   // n ascends: ties keep the lowest
             }
