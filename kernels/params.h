@@ -150,7 +150,7 @@ struct LinearParams {
   int epilogue;          // Epilogue
   int out_stride;
   int tap_stride;
-  int last_row;          // 1: the only row is the last in use, n_rows - 1 of x; its output is row 0
+  int last_row;          // 1: the only row is the last in use, n_rows - 1 of x; its output is row 0. Not linear_two
 };
 static_assert(sizeof(LinearPart) == 48, "twin in Rust");
 static_assert(sizeof(LinearParams) == 216, "twin in Rust");

@@ -54,7 +54,8 @@ __device__ __forceinline__ int thread_index_anew() {
 #endif
 }
 
-// Makes the compiler have v in a register here: work that would otherwise slip behind a wait or a barrier, onto the way that others wait for.
+// Asks the compiler for v in a register here, so that work does not slip behind a wait or a barrier, onto the way that others wait for (ptxas may still move some
+// of it). A pointer comes out without its address space: only for those that the loads of this file take.
 __device__ __forceinline__ void have_now(int& v) {
 #ifndef CPU_SHIM
   asm volatile("" : "+r"(v));

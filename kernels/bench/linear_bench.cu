@@ -17,14 +17,17 @@
 #include "../probe.cu"
 #include "../repack.cu"
 
+// Candidates beside the kernels in use, for tuning on another chip.
+LINEAR(linear_m8_t1_w8_a4, 1, 1, 8, 4, 1)
+LINEAR(linear_m8_t2_w8_a3, 2, 1, 8, 3, 1)
+
 #define CHECK(x) do { cudaError_t e_ = (x); if (e_) { std::printf("error: %s: %s (line %d)\n", #x, cudaGetErrorString(e_), __LINE__); std::exit(1); } } while (0)
 
 namespace {
 struct Variant { const char* name; const void* f; int tiles, columns, warps; };
 #define V(name, tiles, columns, warps) {#name, (const void*)name, tiles, columns, warps}
 const Variant kVariants[] = {
-    V(linear_m8_t1_w8_a4, 1, 1, 8), V(linear_m8_t2_w8_a2, 2, 1, 8), V(linear_m8_t2_w8_a3, 2, 1, 8), V(linear_m8_t1_w16_a1, 1, 1, 16), V(linear_m8_t1_w16_a2, 1, 1, 16),
-    V(linear_m8_t2_w16_a1, 2, 1, 16), V(linear_m16_t1_w8_a2, 1, 2, 8), V(linear_m16_t1_w16_a1, 1, 2, 16),
+    V(linear_m8_t1_w16_a2, 1, 1, 16), V(linear_m8_t1_w8_a4, 1, 1, 8), V(linear_m8_t2_w8_a3, 2, 1, 8), V(linear_m16_t1_w16_a1, 1, 2, 16),
 };
 struct Prefill { const char* name; const void* f; int n, m, threads, shared; };
 #define P(n, m, threads) {"prefill " #n "x" #m, (const void*)linear_prefill_##n##x##m, n, m, threads, prefill_shared_bytes(n, m)}
