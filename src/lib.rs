@@ -1,8 +1,9 @@
 //! Volley: a decode engine for one person and one stream. ARCHITECTURE.md is the map.
+pub mod cli;
 pub mod cmd;
 pub mod cpu;
 pub mod decode;
-#[cfg(any())]
+pub mod error;
 pub mod gpu;
 pub mod model;
 pub mod text;

@@ -1,1 +1,23 @@
-fn main() {}
+//! Arguments -> command -> exit code. The only place that prints errors: one line on stderr.
+use std::process::ExitCode;
+use volley::cmd::{signal, tell};
+use volley::{cli, error};
+
+fn main() -> ExitCode {
+    signal::install();
+    std::panic::set_hook(Box::new(|panic| {
+        tell(format_args!("error: internal: {}; please report this", panic.to_string().replace('\n', " ")));
+        signal::leave(error::INTERNAL);
+    }));
+    let code = match cli::run(std::env::args_os()) {
+        Ok(code) => code,
+        Err(error) => {
+            let code = error::exit_code(&error);
+            if code != error::FINE {
+                tell(format_args!("error: {error:#}"));
+            }
+            code
+        }
+    };
+    ExitCode::from(code)
+}

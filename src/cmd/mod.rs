@@ -1,1 +1,329 @@
-//! What a person or a script calls: one file per command.
+//! What a person or a script calls: one file per command, and what they share: options, loading, streams. answer.rs makes one answer.
+//!
+//! stdout carries the answer or JSON lines, nothing else; everything else goes through `tell` to stderr.
+pub mod answer;
+pub mod bench;
+pub mod chat;
+pub mod run;
+pub mod signal;
+mod stats;
+
+use crate::cpu;
+use crate::decode::{Drafting, Engine, Sampling};
+use crate::error::machine;
+use crate::model::checkpoint::{Checkpoint, Read};
+use crate::model::config::Config;
+use crate::model::plan::{self, Pass, Plan, Ranks, Storage};
+use crate::model::weights::{self, Table, Weights};
+use crate::text::Tokenizer;
+use anyhow::{bail, Context, Result};
+use std::fmt;
+use std::io::{self, BufRead, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// The commit this was built from, if the build knew it.
+pub const COMMIT: &str = match option_env!("VOLLEY_COMMIT") {
+    Some(commit) => commit,
+    None => "unknown commit",
+};
+
+const DEFAULT_MODEL: &str = "models/smollm2-135m-instruct";
+
+/// Without `--context`, KV caches on the CPU stay below this.
+const DEFAULT_KV_BYTES: u64 = 1 << 30;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {
+    Auto,
+    Cpu,
+    Cuda,
+}
+
+/// Which model runs where; every command has these.
+#[derive(Clone, Debug)]
+pub struct ModelOptions {
+    pub dir: Option<PathBuf>,
+    pub device: Device,
+    pub context: Option<usize>,
+    pub no_mmap: bool,
+    pub weights: Option<PathBuf>,
+    /// 0 quiet, 1 what was loaded, 2 the plan as well.
+    pub verbose: u8,
+}
+
+/// How answers are made; `run` and `chat` have these.
+#[derive(Clone, Debug)]
+pub struct AnswerOptions {
+    /// `sampling.seed` counts only if `seed` is given.
+    pub sampling: Sampling,
+    pub seed: Option<u64>,
+    pub max_tokens: Option<usize>,
+    pub stops: Vec<String>,
+    pub ignore_eos: bool,
+    pub system: Option<String>,
+    pub no_think: bool,
+    pub show_tokens: bool,
+}
+
+/// A loaded model and the engine that runs it. Knows no text.
+pub struct Model {
+    pub name: String,
+    pub config: Config,
+    pub engine: Engine,
+    /// What one token costs: the width-1 verify pass, and bytes of its numbers.
+    pub decode: Plan,
+    pub storage: Storage,
+    pub dtype: String,
+    pub device: &'static str,
+    pub verbose: u8,
+}
+
+/// What `run` and `chat` work with.
+pub struct Session {
+    pub model: Model,
+    pub tokenizer: Tokenizer,
+    /// Ids that end an answer, and which files say so.
+    pub end_ids: Vec<(u32, String)>,
+}
+
+impl Session {
+    pub fn load(options: &ModelOptions) -> Result<Session> {
+        let dir = model_dir(options)?;
+        let tokenizer = Tokenizer::open(&dir)?;
+        let model = Model::load_from(&dir, options)?;
+        let mut end_ids: Vec<(u32, String)> = model.config.eos.iter().map(|&(id, source)| (id, source.to_string())).collect();
+        if let Some(eos) = tokenizer.eos_text_id() {
+            match end_ids.iter_mut().find(|(id, _)| *id == eos) {
+                Some((_, source)) => source.push_str(" and tokenizer_config.json"),
+                None => end_ids.push((eos, "tokenizer_config.json".into())),
+            }
+        }
+        if let Some((id, source)) = end_ids.iter().find(|(id, _)| *id as usize >= model.config.vocab) {
+            bail!("end token {id} of {source}: the model has ids 0 to {}", model.config.vocab - 1);
+        }
+        if options.verbose > 0 {
+            let shown: Vec<String> = end_ids.iter().map(|(id, source)| format!("{id} ({source})")).collect();
+            tell(format_args!("end tokens: {}", if shown.is_empty() { "none".into() } else { shown.join(", ") }));
+        }
+        Ok(Session { model, tokenizer, end_ids })
+    }
+}
+
+impl Model {
+    pub fn load(options: &ModelOptions) -> Result<Model> {
+        Model::load_from(&model_dir(options)?, options)
+    }
+
+    fn load_from(dir: &Path, options: &ModelOptions) -> Result<Model> {
+        let start = Instant::now();
+        let verbose = options.verbose > 0;
+        if options.device == Device::Cuda {
+            return Err(machine("--device cuda: this build runs on the CPU only; use --device cpu"));
+        }
+        let config = Config::open(dir)?;
+        let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
+        let read = if options.no_mmap { Read::Plain } else { Read::Auto };
+        let checkpoint = Checkpoint::open(dir, read)?;
+        let weights = weights::claim(&table, &config, &checkpoint)?;
+        let first = weights.iter().find(|(_, w)| w.cols > 1).map(|(_, w)| w.dtype()).context("the model has no weights")?;
+
+        let decode = plan::target(&config, Pass::Verify { width: 1 }, Ranks::ONE, &[])?;
+        let storage = Storage { weight: first.bytes(), ..cpu::STORAGE };
+        let row_bytes = (decode.kv.n_layers * decode.kv.row_dim() * storage.kv) as u64;
+        let context = context(options.context, config.context, row_bytes)?;
+        if options.verbose > 0 {
+            tell(format_args!("model: {} ({}), {checkpoint}", dir.display(), config.arch));
+            tell(format_args!("rope: {}", config.rope));
+            weights.notes.iter().for_each(|note| tell(format_args!("weights: {note}")));
+            let capped = if options.context.is_none() && context < config.context { " (-c raises it)" } else { "" };
+            let kv = shown_bytes(context as u64 * row_bytes);
+            tell(format_args!("context: {context} of the model's {} tokens{capped}, KV cache {kv}", config.context));
+            tell(format_args!("plan: {} steps, {} a token", decode.steps.len(), shown_bytes(decode.bytes(0, storage))));
+            if options.device == Device::Auto {
+                tell(format_args!("device: cpu, since this build runs on the CPU only"));
+            }
+        }
+        if options.verbose > 1 {
+            tell(format_args!("{decode}"));
+        }
+        fetch(&weights)?;
+        let backend = cpu::Reference::new(config.clone(), weights, context, None, false)?;
+        if verbose {
+            tell(format_args!("loaded in {:.2} s", start.elapsed().as_secs_f64()));
+        }
+        let name = dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
+        let engine = Engine::new(Box::new(backend), Drafting::default())?;
+        Ok(Model { name, config, engine, decode, storage, dtype: first.to_string(), device: "cpu", verbose: options.verbose })
+    }
+
+    /// Statistics are for people: at a terminal, or when asked for.
+    pub fn shows_stats(&self) -> bool {
+        self.verbose > 0 || io::stderr().is_terminal()
+    }
+}
+
+fn model_dir(options: &ModelOptions) -> Result<PathBuf> {
+    if let Some(dir) = &options.dir {
+        return Ok(dir.clone());
+    }
+    if let Some(dir) = std::env::var_os("VOLLEY_MODEL").filter(|dir| !dir.is_empty()) {
+        return Ok(dir.into());
+    }
+    let dir = PathBuf::from(DEFAULT_MODEL);
+    if !dir.is_dir() {
+        bail!(
+            "{DEFAULT_MODEL}: the default model is not there; python3 scripts/fetch_smollm2.py --out {DEFAULT_MODEL} fetches it, -m DIR or \
+             $VOLLEY_MODEL names another"
+        );
+    }
+    Ok(dir)
+}
+
+/// Tokens of the context: what was asked for, else the model's as far as `DEFAULT_KV_BYTES` go; `row_bytes` is one token in the KV cache.
+fn context(asked: Option<usize>, model: usize, row_bytes: u64) -> Result<usize> {
+    let context = match asked {
+        Some(n) if (1..=model).contains(&n) => n,
+        Some(n) => bail!("context {n}: expected a number from 1 to {model}, which is what the model was made for"),
+        None => model.min((DEFAULT_KV_BYTES / row_bytes.max(1)).max(1) as usize),
+    };
+    let needed = context as u64 * row_bytes;
+    match available_memory() {
+        Some(available) if needed > available => Err(machine(format!(
+            "a context of {context} tokens needs {} of memory for its KV cache, {} are available: lower --context",
+            shown_bytes(needed),
+            shown_bytes(available)
+        ))),
+        _ => Ok(context),
+    }
+}
+
+/// Bytes that can be allocated without swapping, where the system says so.
+fn available_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix(" kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+/// Brings the weights into memory; a bar on a terminal if that takes over a second.
+fn fetch(weights: &Weights) -> Result<()> {
+    let start = Instant::now();
+    let mut bar: Option<indicatif::ProgressBar> = None;
+    let result = weights.load(&mut |done, total| {
+        if bar.is_none() && start.elapsed() > Duration::from_secs(1) && io::stderr().is_terminal() {
+            let style = "loading {bar:30} {bytes} of {total_bytes}, {binary_bytes_per_sec}";
+            let style = indicatif::ProgressStyle::with_template(style).expect("a fixed template");
+            bar = Some(indicatif::ProgressBar::new(total as u64).with_style(style));
+        }
+        if let Some(bar) = &bar {
+            bar.set_position(done as u64);
+        }
+    });
+    if let Some(bar) = bar {
+        bar.finish_and_clear();
+    }
+    result
+}
+
+/// A line on stderr. A closed stderr is no reason to stop.
+pub fn tell(line: fmt::Arguments) {
+    let _ = writeln!(io::stderr(), "{line}");
+}
+
+/// A seed short enough to type again.
+fn draw_seed() -> u64 {
+    use std::hash::{BuildHasher, Hasher};
+    // The hasher's keys are the system's random numbers.
+    std::hash::RandomState::new().build_hasher().finish() >> 32
+}
+
+/// The lines of a stream that is no terminal: UTF-8 without BOM, line ends removed, the last line with or without one.
+pub struct Lines<R> {
+    from: R,
+    offset: usize, // bytes read before the next line
+}
+
+impl<R: BufRead> Lines<R> {
+    pub fn new(from: R) -> Lines<R> {
+        Lines { from, offset: 0 }
+    }
+
+    /// The next line; None at the end. The inner error is a line that is not UTF-8; reading may go on after it.
+    #[allow(clippy::should_implement_trait)]
+    pub fn next(&mut self) -> Result<Option<Result<String>>> {
+        let mut bytes = Vec::new();
+        let n = self.from.read_until(b'\n', &mut bytes).context("stdin cannot be read")?;
+        if n == 0 {
+            return Ok(None);
+        }
+        let start = self.offset;
+        self.offset += n;
+        Ok(Some(text(bytes, start).map(|line| {
+            let line = line.strip_suffix('\n').unwrap_or(&line);
+            line.strip_suffix('\r').unwrap_or(line).to_string()
+        })))
+    }
+}
+
+/// Bytes of stdin from `start` on as text; a BOM at the very start is not part of it.
+fn text(mut bytes: Vec<u8>, start: usize) -> Result<String> {
+    const BOM: &[u8] = "\u{feff}".as_bytes();
+    let mut skipped = 0;
+    if start == 0 && bytes.starts_with(BOM) {
+        bytes.drain(..BOM.len());
+        skipped = BOM.len();
+    }
+    String::from_utf8(bytes).map_err(|error| {
+        let at = start + skipped + error.utf8_error().valid_up_to();
+        anyhow::anyhow!("stdin: expected UTF-8, found byte 0x{:02x} at offset {at}", error.as_bytes()[at - start - skipped])
+    })
+}
+
+/// `269.1 MB`
+fn shown_bytes(bytes: u64) -> String {
+    let bytes = bytes as f64;
+    match bytes {
+        1e12.. => format!("{:.2} TB", bytes / 1e12),
+        1e9.. => format!("{:.2} GB", bytes / 1e9),
+        1e6.. => format!("{:.1} MB", bytes / 1e6),
+        _ => format!("{:.1} kB", bytes / 1e3),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines() {
+        let all = |bytes: &[u8]| {
+            let mut lines = Lines::new(bytes);
+            let mut all = Vec::new();
+            while let Some(line) = lines.next().unwrap() {
+                all.push(line.map_err(|e| e.to_string()));
+            }
+            all
+        };
+        let ok = |s: &str| Ok(s.to_string());
+        assert_eq!(all(b""), []);
+        assert_eq!(all(b"hi"), [ok("hi")]);
+        assert_eq!(all("\u{feff}a\r\n\nb\u{feff}\r\nc\rd\n".as_bytes()), [ok("a"), ok(""), ok("b\u{feff}"), ok("c\rd")]);
+        assert_eq!(all(b"a\0b\n"), [ok("a\0b")]);
+        let bad = |byte: &str, at: usize| Err(format!("stdin: expected UTF-8, found byte 0x{byte} at offset {at}"));
+        assert_eq!(all(b"ab\n\xffc\nd\n"), [ok("ab"), bad("ff", 3), ok("d")]);
+        assert_eq!(all(b"\xef\xbb\xbfa\xc3"), [bad("c3", 4)]);
+    }
+
+    #[test]
+    fn contexts() {
+        assert_eq!(context(None, 8192, 46_080).unwrap(), 8192);
+        assert_eq!(context(None, 131_072, 262_144).unwrap(), 4096);
+        assert_eq!(context(Some(100), 8192, 46_080).unwrap(), 100);
+        for bad in [0, 8193] {
+            assert!(context(Some(bad), 8192, 46_080).unwrap_err().to_string().contains("from 1 to 8192"));
+        }
+        let error = context(Some(1 << 40), 1 << 40, 1 << 20).unwrap_err();
+        assert_eq!(crate::error::exit_code(&error), crate::error::MACHINE, "{error}");
+    }
+}

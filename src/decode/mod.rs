@@ -13,3 +13,6 @@ pub use speculate::{Drafting, Script, Statistics};
 
 /// Most drafts of a cycle: one verify pass of 8 rows.
 pub const MAX_DRAFTS: usize = 7;
+
+#[cfg(test)]
+mod tests;

@@ -218,11 +218,15 @@ pub fn greedy(logits: &[f32]) -> (u32, f32) {
 /// Gumbel noise of one token: -ln(e) with e exponential, from 32 random bits that depend on (seed, position, id) only.
 pub fn gumbel(seed: u64, position: u64, id: u32) -> f32 {
     let counter = [id / 4, position as u32, (position >> 32) as u32, 0x766f_6c6c];
-    let bits = philox(counter, [seed as u32, (seed >> 32) as u32])[(id % 4) as usize];
-    // v = (bits + 1/2) / 2^32; e = -ln(1 - v), with 1 - v formed exactly so that no tail is lost to rounding.
-    let rest = ((1u64 << 32) - bits as u64) as f32 - 0.5;
-    let e = -(rest * (1.0 / 4294967296.0)).ln();
-    -e.max(f32::MIN_POSITIVE).ln()
+    noise(philox(counter, [seed as u32, (seed >> 32) as u32])[(id % 4) as usize])
+}
+
+/// -ln(-ln(1 - v)), v = (bits + 1/2) / 2^32, from -3.14 to 22.88. Each tail has its own form: 1 - v in f32 would round to 1 where v is
+/// small, and give one token in 30 million the noise of a sure winner.
+fn noise(bits: u32) -> f32 {
+    let unit = |bits: u32| (bits as f32 + 0.5) / 4294967296.0;
+    let e = if bits < 1 << 30 { -(-unit(bits)).ln_1p() } else { -unit(!bits).ln() };
+    -e.ln()
 }
 
 /// Philox4x32-10 (Salmon et al. 2011): a counter-based generator.
@@ -234,4 +238,168 @@ pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
         key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
     }
     counter
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// The sampler from the definitions, in f64: which ids are kept (in order of preference), and the score of each.
+    fn reference(logits: &[f32], s: &Sampling, position: usize) -> Vec<(u32, f64)> {
+        let l: Vec<f64> = logits.iter().map(|&l| l as f64).collect();
+        let mut order: Vec<u32> = (0..l.len() as u32).collect();
+        order.sort_by(|&a, &b| l[b as usize].total_cmp(&l[a as usize]).then(a.cmp(&b)));
+        if s.temperature == 0.0 {
+            return vec![(order[0], 0.0)];
+        }
+        let max = l[order[0] as usize];
+        let z = |id: u32| (l[id as usize] - max) / s.temperature as f64;
+        if s.top_k > 0 {
+            order.truncate(s.top_k);
+        }
+        if s.top_p < 1.0 {
+            let total: f64 = order.iter().map(|&id| z(id).exp()).sum();
+            let mut sum = 0.0;
+            let n = order.iter().position(|&id| {
+                sum += z(id).exp() / total;
+                sum >= s.top_p as f64
+            });
+            order.truncate(n.map_or(order.len(), |n| n + 1));
+        }
+        order.retain(|&id| id == order_first(&l) || z(id).exp() >= s.min_p as f64);
+        order.into_iter().map(|id| (id, z(id) + gumbel(s.seed, position as u64, id) as f64)).collect()
+    }
+
+    fn order_first(l: &[f64]) -> u32 {
+        (0..l.len() as u32).rev().max_by(|&a, &b| l[a as usize].total_cmp(&l[b as usize])).unwrap()
+    }
+
+    fn counts(vocab: usize) -> Counts {
+        Counts { in_prompt: vec![false; vocab], in_output: vec![0; vocab] }
+    }
+
+    fn choose(logits: &[f32], sampling: &Sampling, position: usize) -> u32 {
+        let counts = counts(logits.len());
+        Choice { sampling, counts: &counts, end_ids: &[], position, output_len: 0 }.choose(&mut logits.to_vec())
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+        /// Logits on a coarse grid, so that there are ties and no near ties; probabilities that no sum of a few masses hits by accident.
+        #[test]
+        fn o12_choice_equals_the_slow_one(
+            steps in prop::collection::vec(-40i32..40, 1..60),
+            temperature in prop::sample::select(vec![0.0f32, f32::MIN_POSITIVE, 1e-9, 0.3, 1.0, 1.7, 1e9, f32::MAX]),
+            top_k in prop::sample::select(vec![0usize, 1, 2, 7, 59, 1000]),
+            top_p in prop::sample::select(vec![0.0f32, 0.1003, 0.5007, 0.9001, 1.0]),
+            min_p in prop::sample::select(vec![0.0f32, 0.0501, 0.3001, 1.0]),
+            seed in 0u64..1000, position in 0usize..100_000,
+        ) {
+            let logits: Vec<f32> = steps.iter().map(|&s| s as f32 / 4.0).collect();
+            let sampling = Sampling { temperature, top_k, top_p, min_p, seed, ..Sampling::default() };
+            sampling.check(logits.len()).unwrap();
+            let kept = reference(&logits, &sampling, position);
+            prop_assert!(!kept.is_empty());
+            let chosen = choose(&logits, &sampling, position);
+            let best = kept.iter().map(|k| k.1).fold(f64::NEG_INFINITY, f64::max);
+            let score = kept.iter().find(|k| k.0 == chosen).map(|k| k.1);
+            // Scores that differ by rounding only are a draw.
+            prop_assert!(score.is_some_and(|s| best - s < 1e-4), "chose {} with {:?}, best of {:?}", chosen, score, kept);
+        }
+    }
+
+    #[test]
+    fn o12_ties_go_to_the_lowest_id() {
+        let tied = [1.0, 3.0, 3.0, 3.0];
+        assert_eq!(choose(&tied, &Sampling::default(), 0), 1);
+        for (top_k, top_p, min_p) in [(1, 1.0, 0.0), (0, 0.0, 0.0)] {
+            let sampling = Sampling { temperature: 5.0, top_k, top_p, min_p, ..Sampling::default() };
+            assert!((0..50).all(|position| choose(&tied, &sampling, position) == 1));
+        }
+        // Nothing less than the best is kept by min-p 1, and all that equals it is.
+        let sampling = Sampling { temperature: 5.0, min_p: 1.0, ..Sampling::default() };
+        let mut seen: Vec<u32> = (0..200).map(|position| choose(&tied, &sampling, position)).collect();
+        seen.sort_unstable();
+        seen.dedup();
+        assert_eq!(seen, [1, 2, 3]);
+    }
+
+    /// Frequencies over many positions against softmax(logits / T); the wrong temperature must fail the same test.
+    #[test]
+    fn samples_have_the_distribution() {
+        let logits = [2.0f32, 1.0, 0.0, -1.0, 2.0, -3.0];
+        let worst = |temperature: f32, expected: f32| {
+            let n = 40_000;
+            let sampling = Sampling { temperature, seed: 7, ..Sampling::default() };
+            let mut seen = [0.0f64; 6];
+            (0..n).for_each(|position| seen[choose(&logits, &sampling, position) as usize] += 1.0);
+            let e: Vec<f64> = logits.iter().map(|&l| (l as f64 / expected as f64).exp()).collect();
+            let total: f64 = e.iter().sum();
+            let sigmas = seen.iter().zip(&e).map(|(seen, e)| {
+                let p = e / total;
+                (seen - n as f64 * p).abs() / (n as f64 * p * (1.0 - p)).sqrt()
+            });
+            sigmas.fold(0.0, f64::max)
+        };
+        assert!(worst(1.0, 1.0) < 4.0 && worst(2.0, 2.0) < 4.0, "{} {}", worst(1.0, 1.0), worst(2.0, 2.0));
+        assert!(worst(1.0, 1.1) > 6.0);
+    }
+
+    #[test]
+    fn noise_is_right_at_both_ends() {
+        for bits in [0, 1, 5, 127, 128, 1 << 20, (1 << 30) - 1, 1 << 30, 1 << 31, u32::MAX - 200, u32::MAX - 1, u32::MAX] {
+            let v = (bits as f64 + 0.5) / 4294967296.0;
+            let want = -(-(-v).ln_1p()).ln();
+            assert!((noise(bits) as f64 - want).abs() < 1e-5 * want.abs().max(1.0), "{bits}: {} for {want}", noise(bits));
+        }
+    }
+
+    /// The known answers of Random123's kat_vectors.
+    #[test]
+    fn philox_known_answers() {
+        assert_eq!(philox([0; 4], [0; 2]), [0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8]);
+        assert_eq!(philox([u32::MAX; 4], [u32::MAX; 2]), [0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd]);
+    }
+
+    #[test]
+    fn penalties_bias_and_minimum_length() {
+        let check = |sampling: Sampling, output_len: usize, want: [f32; 5]| {
+            // Token 0 is in the prompt, token 1 twice in the output, token 2 in both; 4 is the end token.
+            let counts = Counts { in_prompt: vec![true, false, true, false, false], in_output: vec![0, 2, 1, 0, 0] };
+            let mut logits = [2.0, 2.0, -2.0, 2.0, 2.0];
+            Choice { sampling: &sampling, counts: &counts, end_ids: &[4], position: 9, output_len }.adjust(&mut logits);
+            assert_eq!(logits, want, "{sampling:?}");
+        };
+        let s = Sampling::default;
+        check(s(), 0, [2.0, 2.0, -2.0, 2.0, 2.0]);
+        check(Sampling { repetition_penalty: 2.0, ..s() }, 0, [1.0, 1.0, -4.0, 2.0, 2.0]);
+        check(Sampling { presence_penalty: 0.5, ..s() }, 0, [2.0, 1.5, -2.5, 2.0, 2.0]);
+        check(Sampling { frequency_penalty: 0.5, ..s() }, 0, [2.0, 1.0, -2.5, 2.0, 2.0]);
+        check(Sampling { logit_bias: vec![(3, -1.5), (0, f32::NEG_INFINITY)], ..s() }, 0, [f32::NEG_INFINITY, 2.0, -2.0, 0.5, 2.0]);
+        check(Sampling { min_tokens: 3, ..s() }, 2, [2.0, 2.0, -2.0, 2.0, f32::NEG_INFINITY]);
+        check(Sampling { min_tokens: 3, ..s() }, 3, [2.0, 2.0, -2.0, 2.0, 2.0]);
+    }
+
+    #[test]
+    fn o12_bad_values_are_refused_with_the_range() {
+        let s = Sampling::default;
+        let refused = |sampling: Sampling, words: &str| {
+            let error = sampling.check(512).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        };
+        for temperature in [-0.1, f32::NAN, f32::INFINITY] {
+            refused(Sampling { temperature, ..s() }, "expected a number from 0 to any finite number");
+        }
+        for p in [-0.1, 1.1, f32::NAN] {
+            refused(Sampling { top_p: p, ..s() }, "top-p");
+            refused(Sampling { min_p: p, ..s() }, "from 0 to 1");
+        }
+        refused(Sampling { repetition_penalty: 0.0, ..s() }, "above 0");
+        refused(Sampling { logit_bias: vec![(512, 1.0)], ..s() }, "ids 0 to 511");
+        refused(Sampling { logit_bias: vec![(5, f32::INFINITY)], ..s() }, "-inf");
+        for ok in [0.0, f32::MIN_POSITIVE, 1e-9, 1.0, f32::MAX] {
+            Sampling { temperature: ok, top_k: usize::MAX, ..s() }.check(512).unwrap();
+        }
+    }
 }

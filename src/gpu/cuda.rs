@@ -1,16 +1,17 @@
-//! The CUDA driver behind calls that are hard to misuse: contexts, memory, kernels, graphs, events.
+//! The CUDA driver, opened at run time. The only file with driver calls.
 //!
-//! The driver is opened at run time. cudarc panics where a library or a symbol is missing, so `driver_version` asks first. Our own layer is
-//! used instead of cudarc's slices because those record events of their own, which a stream capture does not allow. All objects belong to
-//! the context that is current on the thread that made them; nothing here is Send.
+//! cudarc panics where a library or a symbol is missing, so `driver_version` asks first. Our own layer is used instead of cudarc's slices
+//! because those record events of their own, which a stream capture does not allow.
+use super::device::{Driver, Info, Launch};
+use super::fatbins;
 use crate::error::machine;
-use anyhow::{Context as _, Result};
+use anyhow::{Context, Result};
 use cudarc::driver::{result, sys};
+use std::cell::RefCell;
 use std::ffi::{c_void, CString};
-use std::marker::PhantomData;
-use std::{mem, ptr};
+use std::ptr;
 
-/// The first driver whose calls we all use (cuFuncLoad, graph edges with PDL): CUDA 12.4.
+/// The first driver whose calls we all use (cuFuncLoad, graphs with programmatic edges): CUDA 12.4.
 pub const NEEDED_DRIVER: i32 = 12040;
 
 /// Checks that a driver is installed and new enough; its CUDA version as 1000 * major + 10 * minor.
@@ -23,19 +24,40 @@ pub fn driver_version() -> Result<i32> {
     // Sound: writes one integer; needs no initialisation.
     let asked = unsafe { sys::cuDriverGetVersion(&mut version) };
     if asked != sys::CUresult::CUDA_SUCCESS {
-        return Err(machine(format!("the NVIDIA driver does not answer ({asked:?}); reinstall it, or use --device cpu")));
+        return Err(machine(format!("the NVIDIA driver does not answer ({asked:?}): reinstall it, or use --device cpu")));
     }
+    check_version(version)?;
+    result::init().map_err(|e| machine(format!("the NVIDIA driver is installed but finds no usable GPU ({e}): use --device cpu")))?;
+    Ok(version)
+}
+
+/// A driver that is too old is refused in one sentence.
+pub fn check_version(version: i32) -> Result<()> {
+    let text = |v: i32| format!("{}.{}", v / 1000, v % 1000 / 10);
     if version < NEEDED_DRIVER {
         return Err(machine(format!(
-            "the NVIDIA driver supports CUDA {}.{}, this program needs {}.{}: update the driver, or use --device cpu",
-            version / 1000,
-            version % 1000 / 10,
-            NEEDED_DRIVER / 1000,
-            NEEDED_DRIVER % 1000 / 10
+            "the NVIDIA driver supports CUDA {}, this program needs {}: update the driver, or use --device cpu",
+            text(version),
+            text(NEEDED_DRIVER)
         )));
     }
-    result::init().map_err(|e| machine(format!("the NVIDIA driver is installed but finds no usable GPU ({e})")))?;
-    Ok(version)
+    Ok(())
+}
+
+/// Whether the embedded kernels run on compute capability `sm` (90 for 9.0): machine code for it, or portable code (PTX) that is not newer.
+pub fn check_sm(name: &str, sm: u32, archs: &[u32], ptx: u32) -> Result<()> {
+    if archs.contains(&sm) || sm >= ptx {
+        return Ok(());
+    }
+    let list: Vec<String> = archs.iter().map(|a| format!("{}.{}", a / 10, a % 10)).collect();
+    Err(machine(format!(
+        "{name} has compute capability {}.{}; this program has kernels for {} and portable code for {}.{} and later: use --device cpu",
+        sm / 10,
+        sm % 10,
+        list.join(", "),
+        ptx / 10,
+        ptx % 10
+    )))
 }
 
 pub fn device_count() -> Result<usize> {
@@ -43,57 +65,131 @@ pub fn device_count() -> Result<usize> {
     Ok(result::device::get_count()? as usize)
 }
 
-/// One GPU with its primary context current on this thread, and the stream everything runs on.
-pub struct Gpu {
-    pub ordinal: usize,
-    pub name: String,
-    /// Compute capability, 90 for 9.0.
-    pub sm: u32,
-    pub n_sms: usize,
+/// One GPU: its primary context, current on this thread, the stream everything runs on, and the embedded kernels.
+pub struct Cuda {
+    info: Info,
     device: sys::CUdevice,
-    pub stream: sys::CUstream,
-    _not_send: PhantomData<*mut ()>,
+    stream: sys::CUstream,
+    modules: Vec<sys::CUmodule>,
+    graphs: RefCell<Vec<sys::CUgraph>>, // of the executables handed out; destroyed with them
 }
 
-impl Gpu {
-    pub fn open(ordinal: usize) -> Result<Gpu> {
+impl Cuda {
+    pub fn open(ordinal: usize) -> Result<Cuda> {
+        let driver = driver_version()?;
         let count = device_count()?;
         if ordinal >= count {
-            return Err(machine(format!("GPU {ordinal} was asked for, this machine has {count} (0 to {})", count.saturating_sub(1))));
+            return Err(machine(format!("GPU {ordinal}: expected one of the {count} of this machine, 0 to {}", count.saturating_sub(1))));
         }
         let device = result::device::get(ordinal as i32)?;
-        // Sound: the device exists; released in Drop.
-        let context = unsafe { result::primary_ctx::retain(device)? };
-        unsafe { result::ctx::set_current(context)? };
+        let name = result::device::get_name(device)?;
+        // Sound: the device exists.
         let attribute = |a| -> Result<i32> { Ok(unsafe { result::device::get_attribute(device, a)? }) };
         use sys::CUdevice_attribute::*;
-        let sm = 10 * attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? + attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let (major, minor) =
+            (attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?, attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?);
+        let sm = (10 * major + minor) as u32;
+        check_sm(&name, sm, fatbins::ARCHS, fatbins::PTX)?;
         let n_sms = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
+        fatbins::check()?;
+        // Sound: released in Drop.
+        let context = unsafe { result::primary_ctx::retain(device)? };
+        unsafe { result::ctx::set_current(context)? };
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
-        Ok(Gpu { ordinal, name: result::device::get_name(device)?, sm: sm as u32, n_sms, device, stream, _not_send: PhantomData })
+        let mut modules = Vec::new();
+        for (file, image) in fatbins::FATBINS {
+            // Sound: the image is a fatbin of ours; the driver copies it.
+            let module = unsafe { result::module::load_data(image.as_ptr() as *const c_void) };
+            modules.push(module.map_err(|e| machine(format!("the driver cannot load the kernels of {file} on {name} ({e})")))?);
+        }
+        let info = Info { name, sm, n_sms, driver };
+        Ok(Cuda { info, device, stream, modules, graphs: RefCell::new(Vec::new()) })
+    }
+}
+
+impl Drop for Cuda {
+    fn drop(&mut self) {
+        // Sound: last use of each; errors at exit have nobody to tell.
+        unsafe {
+            for graph in self.graphs.borrow_mut().drain(..) {
+                let _ = sys::cuGraphDestroy(graph);
+            }
+            for module in self.modules.drain(..) {
+                let _ = result::module::unload(module);
+            }
+            let _ = result::stream::destroy(self.stream);
+            let _ = result::primary_ctx::release(self.device);
+        }
+    }
+}
+
+// Every call below works on this object's own stream and on handles that it gave out itself; that is why the unsafe calls are sound unless
+// a line says more.
+impl Driver for Cuda {
+    fn info(&self) -> &Info {
+        &self.info
     }
 
-    /// Free and total device memory in bytes.
-    pub fn memory(&self) -> Result<(usize, usize)> {
+    fn memory(&self) -> Result<(usize, usize)> {
         Ok(result::mem_get_info()?)
     }
 
-    pub fn attribute(&self, a: sys::CUdevice_attribute) -> Result<i32> {
-        // Sound: the device exists.
-        Ok(unsafe { result::device::get_attribute(self.device, a)? })
+    fn allocate(&self, bytes: usize) -> Result<u64> {
+        let at = unsafe { result::malloc_sync(bytes) };
+        at.map_err(|e| machine(format!("{} bytes of GPU memory were refused ({e}): use a smaller --context, or another GPU", bytes)))
     }
 
-    pub fn synchronize(&self) -> Result<()> {
-        // Sound: our own stream.
-        unsafe { result::stream::synchronize(self.stream) }.map_err(|e| machine(format!("GPU {} stopped: {e}", self.ordinal)))
+    fn free(&self, at: u64) {
+        let _ = unsafe { result::free_sync(at) };
     }
 
-    /// Launches `kernel` with one params struct. `early` lets its blocks start while the previous kernel drains (programmatic dependent
-    /// launch): the kernel waits for its inputs itself.
-    pub fn launch<P: Params>(&self, kernel: &Kernel, launch: Launch, params: &P) -> Result<()> {
-        assert_eq!(kernel.params_bytes, mem::size_of::<P>(), "params of {}", kernel.name);
+    fn allocate_pinned(&self, bytes: usize) -> Result<(*mut u8, u64)> {
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        let start = unsafe { result::malloc_host(bytes, flags) }
+            .map_err(|e| machine(format!("{bytes} bytes of page-locked memory were refused ({e})")))? as *mut u8;
+        let mut device = 0;
+        // Sound: `bytes` bytes from `start` are ours.
+        unsafe {
+            ptr::write_bytes(start, 0, bytes);
+            sys::cuMemHostGetDevicePointer_v2(&mut device, start as *mut c_void, 0).result()?;
+        }
+        Ok((start, device))
+    }
+
+    fn free_pinned(&self, at: *mut u8) {
+        let _ = unsafe { result::free_host(at as *mut c_void) };
+    }
+
+    fn upload(&self, from: &[u8], to: u64) -> Result<()> {
+        Ok(unsafe { result::memcpy_htod_async(to, from, self.stream)? })
+    }
+
+    fn download(&self, from: u64, to: &mut [u8]) -> Result<()> {
+        unsafe { result::memcpy_dtoh_async(to, from, self.stream)? };
+        self.synchronize()
+    }
+
+    fn fill(&self, at: u64, byte: u8, bytes: usize) -> Result<()> {
+        Ok(unsafe { result::memset_d8_async(at, byte, bytes, self.stream)? })
+    }
+
+    fn kernel(&self, name: &str, shared: u32) -> Result<u64> {
+        let symbol = CString::new(name)?;
+        let found = self.modules.iter().find_map(|&m| unsafe { result::module::get_function(m, symbol.clone()) }.ok());
+        let function = found.context("it is in none of the embedded fatbins")?;
+        // Now: lazily, the first launch could fall into a capture.
+        unsafe { sys::cuFuncLoad(function).result()? };
+        if shared > 48 << 10 {
+            let a = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            unsafe { sys::cuFuncSetAttribute(function, a, shared as i32).result() }
+                .with_context(|| format!("{shared} bytes of shared memory"))?;
+        }
+        Ok(function as u64)
+    }
+
+    fn launch(&self, kernel: u64, launch: Launch, params: &[u8]) -> Result<()> {
         // Sound: zero is a valid attribute; the id and value below complete it.
-        let mut attribute: sys::CUlaunchAttribute = unsafe { mem::zeroed() };
+        let mut attribute: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
         attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
         attribute.value.programmaticStreamSerializationAllowed = 1;
         let config = sys::CUlaunchConfig {
@@ -108,255 +204,55 @@ impl Gpu {
             attrs: &mut attribute,
             numAttrs: launch.early as u32,
         };
-        let mut args = [params as *const P as *mut c_void];
-        // Sound: the params struct has the size the kernel was declared with, and its pointers are device memory of this machine.
-        unsafe { sys::cuLaunchKernelEx(&config, kernel.function, args.as_mut_ptr(), ptr::null_mut()).result() }
-            .with_context(|| format!("launch {} with {launch:?}", kernel.name))
+        let mut args = [params.as_ptr() as *mut c_void];
+        // Sound: every kernel takes one params struct; Gpu::launch passes the struct that kernels.rs pairs with it.
+        Ok(unsafe { sys::cuLaunchKernelEx(&config, kernel as sys::CUfunction, args.as_mut_ptr(), ptr::null_mut()).result()? })
     }
 
-    /// Captures what `body` launches into a graph. What `body` allocates or waits for fails.
-    pub fn capture(&self, body: impl FnOnce() -> Result<()>) -> Result<Graph> {
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // Sound: our own stream; every begin is followed by its end.
-        unsafe { result::stream::begin_capture(self.stream, mode)? };
-        let done = body();
-        let graph = unsafe { result::stream::end_capture(self.stream) };
-        done?;
-        let graph = graph?;
+    fn begin_capture(&self) -> Result<()> {
+        Ok(unsafe { result::stream::begin_capture(self.stream, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)? })
+    }
+
+    fn end_capture(&self) -> Result<u64> {
+        let graph = unsafe { result::stream::end_capture(self.stream)? };
+        self.graphs.borrow_mut().push(graph);
         let mut exec = ptr::null_mut();
-        // Sound: `graph` was just made.
-        unsafe { sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0).result() }.context("instantiate the graph")?;
-        let graph = Graph { graph, exec };
-        unsafe { sys::cuGraphUpload(exec, self.stream).result() }.context("upload the graph")?;
-        Ok(graph)
-    }
-
-    pub fn replay(&self, graph: &Graph) -> Result<()> {
-        // Sound: graph and stream are alive.
-        unsafe { result::graph::launch(graph.exec, self.stream) }.context("launch a graph")
-    }
-
-    pub fn event(&self) -> Result<Event> {
-        Ok(Event(result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)?))
-    }
-
-    pub fn record(&self, event: &Event) -> Result<()> {
-        // Sound: event and stream are alive.
-        Ok(unsafe { result::event::record(event.0, self.stream)? })
-    }
-
-    /// Host memory to device memory, ordered with the stream. `source` must stay as it is until the stream gets there: pinned memory, or
-    /// followed by `synchronize`.
-    pub fn upload<T: Copy>(&self, source: &[T], to: u64) -> Result<()> {
-        // Sound: the caller's `to` has room (Memory::at checks).
-        Ok(unsafe { result::memcpy_htod_async(to, source, self.stream)? })
-    }
-
-    pub fn download<T: Copy + Default>(&self, from: u64, n: usize) -> Result<Vec<T>> {
-        let mut out = vec![T::default(); n];
-        // Sound: waits before `out` is read.
-        unsafe { result::memcpy_dtoh_async(&mut out, from, self.stream)? };
-        self.synchronize()?;
-        Ok(out)
-    }
-
-    pub fn fill(&self, to: u64, byte: u8, bytes: usize) -> Result<()> {
-        // Sound: the caller's memory.
-        Ok(unsafe { result::memset_d8_async(to, byte, bytes, self.stream)? })
-    }
-}
-
-impl Drop for Gpu {
-    fn drop(&mut self) {
-        // Sound: last use of the stream; errors at exit have nobody to tell.
         unsafe {
-            let _ = result::stream::destroy(self.stream);
-            let _ = result::primary_ctx::release(self.device);
+            sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0).result().context("instantiate the graph")?;
+            sys::cuGraphUpload(exec, self.stream).result().context("upload the graph")?;
         }
-    }
-}
-
-/// A params struct of a kernel: `#[repr(C)]`, the twin of the struct of the same name in kernels/params.h, checked by size.
-///
-/// # Safety
-/// The layout must be that of the C++ struct.
-pub unsafe trait Params: Copy {}
-
-#[derive(Clone, Copy, Debug)]
-pub struct Launch {
-    pub grid: (u32, u32, u32),
-    pub block: u32,
-    /// Dynamic shared memory in bytes.
-    pub shared: u32,
-    pub early: bool,
-}
-
-/// A loaded fatbin.
-pub struct Module(sys::CUmodule);
-
-impl Module {
-    pub fn load(image: &[u8], what: &str) -> Result<Module> {
-        // Sound: the image is a fatbin of ours, copied by the driver.
-        let module = unsafe { result::module::load_data(image.as_ptr() as *const c_void) };
-        Ok(Module(module.map_err(|e| machine(format!("the GPU's driver cannot load the kernels of {what} ({e})")))?))
+        Ok(exec as u64)
     }
 
-    /// Resolves and loads a kernel now: lazily, its first launch could fall into a capture.
-    pub fn kernel<P: Params>(&self, name: &'static str, shared: u32) -> Result<Kernel> {
-        let symbol = CString::new(name).expect("no NUL in our names");
-        // Sound: the module is alive; functions live as long as it.
-        let function = unsafe { result::module::get_function(self.0, symbol) }.with_context(|| format!("kernel {name}"))?;
-        unsafe { sys::cuFuncLoad(function).result() }.with_context(|| format!("load kernel {name}"))?;
-        if shared > 48 << 10 {
-            let a = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            unsafe { sys::cuFuncSetAttribute(function, a, shared as i32).result() }.with_context(|| format!("shared memory of {name}"))?;
-        }
-        Ok(Kernel { name, function, params_bytes: mem::size_of::<P>() })
-    }
-}
-
-pub struct Kernel {
-    pub name: &'static str,
-    function: sys::CUfunction,
-    params_bytes: usize,
-}
-
-/// Device memory, freed on drop. Bytes.
-pub struct Memory {
-    start: u64,
-    bytes: usize,
-}
-
-impl Memory {
-    pub fn new(bytes: usize) -> Result<Memory> {
-        let bytes = bytes.max(16);
-        // Sound: freed once, in Drop.
-        Ok(Memory { start: unsafe { result::malloc_sync(bytes)? }, bytes })
+    fn replay(&self, graph: u64) -> Result<()> {
+        unsafe { result::graph::launch(graph as sys::CUgraphExec, self.stream) }.context("launch a graph")
     }
 
-    /// Zeroed.
-    pub fn zeroed(gpu: &Gpu, bytes: usize) -> Result<Memory> {
-        let memory = Memory::new(bytes)?;
-        gpu.fill(memory.start, 0, memory.bytes)?;
-        Ok(memory)
+    fn destroy_graph(&self, graph: u64) {
+        let _ = unsafe { sys::cuGraphExecDestroy(graph as sys::CUgraphExec) };
     }
 
-    pub fn of<T: Copy>(gpu: &Gpu, data: &[T]) -> Result<Memory> {
-        let memory = Memory::new(mem::size_of_val(data))?;
-        gpu.upload(data, memory.start)?;
-        gpu.synchronize()?;
-        Ok(memory)
+    fn synchronize(&self) -> Result<()> {
+        unsafe { result::stream::synchronize(self.stream) }.map_err(|e| machine(format!("{} stopped: {e}", self.info.name)))
     }
 
-    /// Device address `offset` bytes in.
-    pub fn at(&self, offset: usize) -> u64 {
-        assert!(offset <= self.bytes, "offset {offset} in {} bytes", self.bytes);
-        self.start + offset as u64
+    fn create_event(&self) -> Result<u64> {
+        Ok(result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)? as u64)
     }
 
-    pub fn bytes(&self) -> usize {
-        self.bytes
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // Sound: allocated in `new`, nobody else frees it.
-        let _ = unsafe { result::free_sync(self.start) };
-    }
-}
-
-/// Page-locked host memory that the GPU can read and write: [n] of T.
-pub struct Pinned<T> {
-    start: *mut T,
-    n: usize,
-}
-
-impl<T: Copy> Pinned<T> {
-    pub fn zeroed(n: usize) -> Result<Pinned<T>> {
-        let bytes = n * mem::size_of::<T>();
-        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
-        // Sound: zeroed before anybody reads; zero is valid for the plain structs used here.
-        let start = unsafe { result::malloc_host(bytes, flags)? } as *mut T;
-        unsafe { ptr::write_bytes(start, 0, n) };
-        Ok(Pinned { start, n })
+    fn record_event(&self, event: u64) -> Result<()> {
+        Ok(unsafe { result::event::record(event as sys::CUevent, self.stream)? })
     }
 
-    pub fn device(&self) -> Result<u64> {
-        let mut at = 0;
-        // Sound: our own allocation.
-        unsafe { sys::cuMemHostGetDevicePointer_v2(&mut at, self.start as *mut c_void, 0).result()? };
-        Ok(at)
+    fn wait_event(&self, event: u64) -> Result<()> {
+        unsafe { result::event::synchronize(event as sys::CUevent) }.map_err(|e| machine(format!("{} stopped: {e}", self.info.name)))
     }
 
-    /// Reads what the GPU wrote: volatile, because it changes under us.
-    pub fn read(&self, i: usize) -> T {
-        assert!(i < self.n);
-        // Sound: in bounds.
-        unsafe { ptr::read_volatile(self.start.add(i)) }
+    fn elapsed_ms(&self, from: u64, to: u64) -> Result<f32> {
+        Ok(unsafe { result::event::elapsed(from as sys::CUevent, to as sys::CUevent)? })
     }
 
-    pub fn write(&mut self, i: usize, value: T) {
-        assert!(i < self.n);
-        // Sound: in bounds.
-        unsafe { ptr::write_volatile(self.start.add(i), value) }
-    }
-
-    pub fn as_mut_slice(&mut self) -> &mut [T] {
-        // Sound: n elements; the caller orders GPU copies from it by events.
-        unsafe { std::slice::from_raw_parts_mut(self.start, self.n) }
-    }
-}
-
-impl<T> Drop for Pinned<T> {
-    fn drop(&mut self) {
-        // Sound: allocated in `zeroed`.
-        let _ = unsafe { result::free_host(self.start as *mut c_void) };
-    }
-}
-
-pub struct Event(sys::CUevent);
-
-impl Event {
-    pub fn wait(&self) -> Result<()> {
-        // Sound: alive.
-        Ok(unsafe { result::event::synchronize(self.0)? })
-    }
-
-    /// Milliseconds from this event to `later`.
-    pub fn ms_until(&self, later: &Event) -> Result<f32> {
-        // Sound: both alive.
-        Ok(unsafe { result::event::elapsed(self.0, later.0)? })
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        // Sound: alive until here.
-        let _ = unsafe { result::event::destroy(self.0) };
-    }
-}
-
-pub struct Graph {
-    graph: sys::CUgraph,
-    exec: sys::CUgraphExec,
-}
-
-impl Graph {
-    pub fn nodes(&self) -> usize {
-        let mut n = 0;
-        // Sound: asks for the count only.
-        let _ = unsafe { sys::cuGraphGetNodes(self.graph, ptr::null_mut(), &mut n) };
-        n
-    }
-}
-
-impl Drop for Graph {
-    fn drop(&mut self) {
-        // Sound: alive until here.
-        unsafe {
-            let _ = sys::cuGraphExecDestroy(self.exec);
-            let _ = sys::cuGraphDestroy(self.graph);
-        }
+    fn destroy_event(&self, event: u64) {
+        let _ = unsafe { result::event::destroy(event as sys::CUevent) };
     }
 }

@@ -1,1 +1,9 @@
-//! The only place with unsafe driver calls.
+//! The GPU backend. cuda.rs is the only file with driver calls; device.rs is what the rest sees of a GPU.
+pub mod cuda;
+pub mod device;
+pub mod fatbins;
+pub mod kernels;
+pub mod machine;
+pub mod params;
+pub mod shim;
+pub mod weights;

@@ -4,7 +4,7 @@
 //! (github.com/huggingface/safetensors).
 use anyhow::{bail, Context, Result};
 use memmap2::{Advice, Mmap};
-use serde::de::{DeserializeOwned, IgnoredAny, MapAccess, Visitor};
+use serde::de::{DeserializeOwned, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -105,12 +105,7 @@ impl Checkpoint {
                     loaded: Arc::default(),
                 };
                 if let Some(earlier) = tensors.insert(entry.name, tensor) {
-                    bail!(
-                        "{}: expected tensor {} once, found it in {} and in {file}",
-                        dir.display(),
-                        earlier.name,
-                        earlier.file
-                    );
+                    bail!("{}: expected tensor {} once, found it in {} and in {file}", dir.display(), earlier.name, earlier.file);
                 }
             }
             shards.push(shard);
@@ -118,12 +113,7 @@ impl Checkpoint {
         if let Some(index) = index {
             compare_with_index(dir, &index, &tensors)?;
         }
-        Ok(Checkpoint {
-            dir: dir.to_owned(),
-            shards,
-            tensors,
-            log,
-        })
+        Ok(Checkpoint { dir: dir.to_owned(), shards, tensors, log })
     }
 
     pub fn dir(&self) -> &Path {
@@ -145,34 +135,21 @@ impl Checkpoint {
 
     /// Every request for tensor bytes so far, in order; headers are not counted.
     pub fn reads(&self) -> Vec<ReadCall> {
-        self.log
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner())
-            .clone()
+        self.log.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone()
     }
 }
 
 /// For `-v`: files, bytes and how they are read.
 impl fmt::Display for Checkpoint {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let mapped = self
-            .shards
-            .iter()
-            .filter(|shard| shard.map.is_some())
-            .count();
+        let mapped = self.shards.iter().filter(|shard| shard.map.is_some()).count();
         let bytes: usize = self.shards.iter().map(|shard| shard.len).sum();
         let how = match mapped {
             0 => "plain reads".to_string(),
             n if n == self.shards.len() => "mapped".to_string(),
             n => format!("{n} mapped, the others by plain reads"),
         };
-        write!(
-            f,
-            "{} tensors in {} file(s), {:.1} MB, {how}",
-            self.tensors.len(),
-            self.shards.len(),
-            bytes as f64 / 1e6
-        )
+        write!(f, "{} tensors in {} file(s), {:.1} MB, {how}", self.tensors.len(), self.shards.len(), bytes as f64 / 1e6)
     }
 }
 
@@ -198,12 +175,7 @@ impl Tensor {
     pub fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<()> {
         match offset.checked_add(out.len()) {
             Some(end) if end <= self.len => self.shard.read(self.start + offset, out, &mut |_| ()),
-            _ => bail!(
-                "{}: expected a range within {} bytes, found {} bytes at {offset}",
-                self.name,
-                self.len,
-                out.len()
-            ),
+            _ => bail!("{}: expected a range within {} bytes, found {} bytes at {offset}", self.name, self.len, out.len()),
         }
     }
 
@@ -241,9 +213,7 @@ impl Dtype {
     /// Size of one element.
     pub fn bytes(self) -> usize {
         match self {
-            Dtype::Bool | Dtype::U8 | Dtype::I8 | Dtype::F8E4M3 | Dtype::F8E5M2 | Dtype::F8E8M0 => {
-                1
-            }
+            Dtype::Bool | Dtype::U8 | Dtype::I8 | Dtype::F8E4M3 | Dtype::F8E5M2 | Dtype::F8E8M0 => 1,
             Dtype::U16 | Dtype::I16 | Dtype::F16 | Dtype::Bf16 => 2,
             Dtype::U32 | Dtype::I32 | Dtype::F32 => 4,
             Dtype::U64 | Dtype::I64 | Dtype::F64 => 8,
@@ -251,20 +221,14 @@ impl Dtype {
     }
 
     fn from_name(name: &str) -> Option<Dtype> {
-        DTYPES
-            .iter()
-            .find(|(_, n)| *n == name)
-            .map(|(dtype, _)| *dtype)
+        DTYPES.iter().find(|(_, n)| *n == name).map(|(dtype, _)| *dtype)
     }
 }
 
 /// Lower case, as we print types everywhere.
 impl fmt::Display for Dtype {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let (_, name) = DTYPES
-            .iter()
-            .find(|(dtype, _)| dtype == self)
-            .expect("DTYPES lists every dtype");
+        let (_, name) = DTYPES.iter().find(|(dtype, _)| dtype == self).expect("DTYPES lists every dtype");
         f.write_str(&name.to_lowercase())
     }
 }
@@ -290,53 +254,34 @@ const DTYPES: [(Dtype, &str); 16] = [
 
 /// Makes `bytes` of the given tensors ready, and of no others: plain files are read, mapped ones are brought into memory ahead of use.
 /// Neighbours in a file are fetched together, in file order. `progress` gets (bytes done, bytes in all) after each piece.
-pub fn load<'a>(
-    tensors: impl IntoIterator<Item = &'a Tensor>,
-    progress: &mut dyn FnMut(usize, usize),
-) -> Result<()> {
-    let mut wanted: Vec<&Tensor> = tensors
-        .into_iter()
-        .filter(|tensor| tensor.loaded.get().is_none())
-        .collect();
-    wanted.sort_by_key(|tensor| (tensor.shard.index, tensor.start, tensor.len));
-    wanted.dedup_by_key(|tensor| (tensor.shard.index, tensor.start, tensor.len));
+pub fn load<'a>(tensors: impl IntoIterator<Item = &'a Tensor>, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
+    let mut wanted: Vec<&Tensor> = tensors.into_iter().filter(|tensor| tensor.loaded.get().is_none()).collect();
+    // By file (pointers, as a drafter's checkpoint has a shard 0 too), then by place; clones come to lie side by side.
+    let place = |tensor: &&Tensor| (tensor.shard.index, Arc::as_ptr(&tensor.shard), tensor.start, tensor.len, Arc::as_ptr(&tensor.loaded));
+    wanted.sort_by_key(place);
+    wanted.dedup_by_key(|tensor| Arc::as_ptr(&tensor.loaded));
     let total = wanted.iter().map(|tensor| tensor.len).sum();
     let mut done = 0;
     let mut advance = |bytes| {
         done += bytes;
         progress(done, total);
     };
-    let adjacent = |a: &&Tensor, b: &&Tensor| {
-        a.shard.index == b.shard.index
-            && a.start + a.len == b.start
-            && a.is_aligned()
-            && b.is_aligned()
-    };
+    let adjacent =
+        |a: &&Tensor, b: &&Tensor| Arc::ptr_eq(&a.shard, &b.shard) && a.start + a.len == b.start && a.is_aligned() && b.is_aligned();
     for run in wanted.chunk_by(adjacent) {
         let (first, last) = (run[0], run[run.len() - 1]);
         let len = last.start + last.len - first.start;
         match &first.shard.map {
-            Some(map) if first.is_aligned() => {
-                first.shard.populate(map, first.start, len, &mut advance)?
-            }
+            Some(map) if first.is_aligned() => first.shard.populate(map, first.start, len, &mut advance)?,
             _ => {
                 // A run keeps its alignment in the file; a tensor that is misaligned there is a run of its own and starts at 0.
-                let phase = if first.is_aligned() {
-                    first.start % ALIGN
-                } else {
-                    0
-                };
+                let phase = if first.is_aligned() { first.start % ALIGN } else { 0 };
                 let mut buffer = vec![0u128; (phase + len).div_ceil(ALIGN)];
                 let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut buffer);
-                first
-                    .shard
-                    .read(first.start, &mut bytes[phase..phase + len], &mut advance)?;
+                first.shard.read(first.start, &mut bytes[phase..phase + len], &mut advance)?;
                 let buffer = Arc::new(buffer);
                 for tensor in run {
-                    let loaded = Loaded {
-                        buffer: buffer.clone(),
-                        start: phase + tensor.start - first.start,
-                    };
+                    let loaded = Loaded { buffer: buffer.clone(), start: phase + tensor.start - first.start };
                     // Another thread may have loaded the same bytes meanwhile; either copy serves.
                     let _ = tensor.loaded.set(loaded);
                 }
@@ -368,15 +313,9 @@ impl Shard {
         let mut offset = start;
         for piece in out.chunks_mut(PIECE_BYTES) {
             self.log(offset, piece.len());
-            self.file
-                .read_exact_at(piece, offset as u64)
-                .with_context(|| {
-                    format!(
-                        "{}: expected {} bytes at {offset}, the file changed or cannot be read",
-                        self.path.display(),
-                        piece.len()
-                    )
-                })?;
+            self.file.read_exact_at(piece, offset as u64).with_context(|| {
+                format!("{}: expected {} bytes at {offset}, the file changed or cannot be read", self.path.display(), piece.len())
+            })?;
             offset += piece.len();
             advance(piece.len());
         }
@@ -384,13 +323,7 @@ impl Shard {
     }
 
     /// Asks for pages in large requests instead of one fault at a time.
-    fn populate(
-        &self,
-        map: &Mmap,
-        start: usize,
-        len: usize,
-        advance: &mut dyn FnMut(usize),
-    ) -> Result<()> {
+    fn populate(&self, map: &Mmap, start: usize, len: usize, advance: &mut dyn FnMut(usize)) -> Result<()> {
         for offset in (start..start + len).step_by(PIECE_BYTES) {
             let bytes = PIECE_BYTES.min(start + len - offset);
             self.log(offset, bytes);
@@ -408,15 +341,8 @@ impl Shard {
     }
 
     fn log(&self, offset: usize, bytes: usize) {
-        let call = ReadCall {
-            shard: self.index,
-            offset,
-            bytes,
-        };
-        self.log
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner())
-            .push(call);
+        let call = ReadCall { shard: self.index, offset, bytes };
+        self.log.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(call);
     }
 }
 
@@ -429,75 +355,45 @@ type Index = Vec<(String, String)>;
 /// The files to open, sorted by name, all present; and the index if there is one.
 fn find_files(dir: &Path) -> Result<(Vec<String>, Option<Index>)> {
     if !dir.is_dir() {
-        let found = if dir.exists() {
-            "a file"
-        } else {
-            "nothing there"
-        };
-        bail!(
-            "{}: expected a model directory, found {found}",
-            dir.display()
-        );
+        let found = if dir.exists() { "a file" } else { "nothing there" };
+        bail!("{}: expected a model directory, found {found}", dir.display());
     }
     if dir.join(SINGLE).symlink_metadata().is_ok() {
         if let Some(problem) = absence(&dir.join(SINGLE)) {
-            bail!(
-                "{}: expected {SINGLE}, found {problem}; the download is likely incomplete",
-                dir.display()
-            );
+            bail!("{}: expected {SINGLE}, found {problem}; the download is likely incomplete", dir.display());
         }
         return Ok((vec![SINGLE.into()], None));
     }
     let path = dir.join(INDEX);
     if path.symlink_metadata().is_err() {
-        bail!(
-            "{}: expected {SINGLE} or {INDEX}, found {}",
-            dir.display(),
-            other_weights(dir)
-        );
+        bail!("{}: expected {SINGLE} or {INDEX}, found {}", dir.display(), other_weights(dir));
     }
     if let Some(problem) = absence(&path) {
-        bail!(
-            "{}: expected {INDEX}, found {problem}; the download is likely incomplete",
-            dir.display()
-        );
+        bail!("{}: expected {INDEX}, found {problem}; the download is likely incomplete", dir.display());
     }
     #[derive(Deserialize)]
     struct IndexFile {
         weight_map: Pairs<String>,
     }
-    let text =
-        std::fs::read(&path).with_context(|| format!("{}: cannot be read", path.display()))?;
+    let text = std::fs::read(&path).with_context(|| format!("{}: cannot be read", path.display()))?;
     let index: IndexFile = parse_json(&text, &path)?;
     let index = index.weight_map.0;
     let mut names = BTreeSet::new();
     for (tensor, _) in &index {
         if !names.insert(tensor) {
-            bail!(
-                "{}: expected tensor {tensor} once, found it twice",
-                path.display()
-            );
+            bail!("{}: expected tensor {tensor} once, found it twice", path.display());
         }
     }
     let files: BTreeSet<&String> = index.iter().map(|(_, file)| file).collect();
     if files.is_empty() {
-        bail!(
-            "{}: expected tensors in weight_map, found none",
-            path.display()
-        );
+        bail!("{}: expected tensors in weight_map, found none", path.display());
     }
-    let plain =
-        |file: &str| !file.is_empty() && !file.contains(['/', '\0']) && file != ".." && file != ".";
+    let plain = |file: &str| !file.is_empty() && !file.contains(['/', '\0']) && file != ".." && file != ".";
     if let Some(file) = files.iter().find(|file| !plain(file)) {
-        bail!(
-            "{}: expected names of files beside it, found {file:?}",
-            path.display()
-        );
+        bail!("{}: expected names of files beside it, found {file:?}", path.display());
     }
-    let missing: Vec<String> = files
-        .iter()
-        .filter_map(|file| absence(&dir.join(file)).map(|problem| format!("{file} ({problem})")))
-        .collect();
+    let missing: Vec<String> =
+        files.iter().filter_map(|file| absence(&dir.join(file)).map(|problem| format!("{file} ({problem})"))).collect();
     if !missing.is_empty() {
         bail!(
             "{}: expected {} files named by {INDEX}, {} cannot be found: {}; looked in {}; the download is likely incomplete",
@@ -525,10 +421,7 @@ fn absence(path: &Path) -> Option<String> {
 /// What a directory without our files holds instead, and what to do about it.
 fn other_weights(dir: &Path) -> String {
     let names: Vec<String> = match dir.read_dir() {
-        Ok(entries) => entries
-            .flatten()
-            .map(|entry| entry.file_name().to_string_lossy().into_owned())
-            .collect(),
+        Ok(entries) => entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect(),
         Err(error) => return error.to_string(),
     };
     let has = |ending: &str| names.iter().any(|name| name.ends_with(ending));
@@ -545,34 +438,16 @@ fn other_weights(dir: &Path) -> String {
 
 /// Names and files of the index must be those of the headers.
 fn compare_with_index(dir: &Path, index: &Index, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
-    let listed: BTreeMap<&str, &str> = index
-        .iter()
-        .map(|(name, file)| (name.as_str(), file.as_str()))
-        .collect();
+    let listed: BTreeMap<&str, &str> = index.iter().map(|(name, file)| (name.as_str(), file.as_str())).collect();
     for (name, file) in &listed {
         match tensors.get(*name) {
             Some(tensor) if tensor.file == **file => {}
-            Some(tensor) => bail!(
-                "{}: {INDEX} expects {name} in {file}, found in {}",
-                dir.display(),
-                tensor.file
-            ),
-            None => bail!(
-                "{}: {INDEX} expects {name} in {file}, found in no file",
-                dir.display()
-            ),
+            Some(tensor) => bail!("{}: {INDEX} expects {name} in {file}, found in {}", dir.display(), tensor.file),
+            None => bail!("{}: {INDEX} expects {name} in {file}, found in no file", dir.display()),
         }
     }
-    match tensors
-        .values()
-        .find(|tensor| !listed.contains_key(tensor.name.as_str()))
-    {
-        Some(tensor) => bail!(
-            "{}: {INDEX} does not name {}, found in {}",
-            dir.display(),
-            tensor.name,
-            tensor.file
-        ),
+    match tensors.values().find(|tensor| !listed.contains_key(tensor.name.as_str())) {
+        Some(tensor) => bail!("{}: {INDEX} does not name {}, found in {}", dir.display(), tensor.name, tensor.file),
         None => Ok(()),
     }
 }
@@ -586,19 +461,10 @@ struct Entry {
     len: usize,
 }
 
-fn open_shard(
-    path: &Path,
-    index: usize,
-    read: Read,
-    log: Arc<Mutex<Vec<ReadCall>>>,
-) -> Result<(Shard, Vec<Entry>)> {
+fn open_shard(path: &Path, index: usize, read: Read, log: Arc<Mutex<Vec<ReadCall>>>) -> Result<(Shard, Vec<Entry>)> {
     let file = File::open(path).with_context(|| format!("{}: cannot be opened", path.display()))?;
-    let len = file
-        .metadata()
-        .with_context(|| format!("{}: cannot be read", path.display()))?
-        .len();
-    let len = usize::try_from(len)
-        .with_context(|| format!("{}: {len} bytes exceed the address space", path.display()))?;
+    let len = file.metadata().with_context(|| format!("{}: cannot be read", path.display()))?.len();
+    let len = usize::try_from(len).with_context(|| format!("{}: {len} bytes exceed the address space", path.display()))?;
     let entries = read_header(&file, len, path)?;
     let mapped = match read {
         Read::Mmap => true,
@@ -608,24 +474,11 @@ fn open_shard(
     let map = if mapped {
         // SAFETY: the map is read only, and its length was validated against the header. Somebody who cuts the file while we run
         // ends the process with SIGBUS; no program that maps files can prevent that, and `--no-mmap` does.
-        Some(
-            unsafe { Mmap::map(&file) }
-                .with_context(|| format!("{}: cannot be mapped; try --no-mmap", path.display()))?,
-        )
+        Some(unsafe { Mmap::map(&file) }.with_context(|| format!("{}: cannot be mapped; try --no-mmap", path.display()))?)
     } else {
         None
     };
-    Ok((
-        Shard {
-            path: path.to_owned(),
-            index,
-            file,
-            len,
-            map,
-            log,
-        },
-        entries,
-    ))
+    Ok((Shard { path: path.to_owned(), index, file, len, map, log }, entries))
 }
 
 /// The format's own limit: a larger length is damage, not a header.
@@ -633,16 +486,11 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 fn read_header(file: &File, file_len: usize, path: &Path) -> Result<Vec<Entry>> {
     let shown = path.display();
-    let cut = |expected: usize| {
-        format!("{shown}: expected {expected} bytes, found {file_len}: the download is likely incomplete")
-    };
+    let cut = |expected: usize| format!("{shown}: expected {expected} bytes, found {file_len}: the download is likely incomplete");
     if file_len < 8 {
         bail!("{shown}: expected at least 8 bytes, found {file_len}: the download is likely incomplete");
     }
-    let read = |out: &mut [u8], offset| {
-        file.read_exact_at(out, offset)
-            .with_context(|| format!("{shown}: cannot be read"))
-    };
+    let read = |out: &mut [u8], offset| file.read_exact_at(out, offset).with_context(|| format!("{shown}: cannot be read"));
     let mut prefix = [0; 8];
     read(&mut prefix, 0)?;
     if &prefix == b"version " {
@@ -667,30 +515,18 @@ fn read_header(file: &File, file_len: usize, path: &Path) -> Result<Vec<Entry>> 
 
     let mut entries = Vec::with_capacity(header.0.len());
     for (name, entry) in header.0 {
-        let HeaderEntry {
-            dtype: Some(dtype),
-            shape: Some(shape),
-            data_offsets: Some((begin, end)),
-        } = entry
-        else {
+        let HeaderEntry { dtype: Some(dtype), shape: Some(shape), data_offsets: Some((begin, end)) } = entry else {
             bail!("{shown}: {name}: expected dtype, shape and data_offsets, found fewer");
         };
         let Some(known) = Dtype::from_name(&dtype) else {
             let names: Vec<&str> = DTYPES.iter().map(|(_, name)| *name).collect();
-            bail!(
-                "{shown}: {name}: expected one of {}, found dtype {dtype:?}",
-                names.join(" ")
-            );
+            bail!("{shown}: {name}: expected one of {}, found dtype {dtype:?}", names.join(" "));
         };
-        let expected = shape
-            .iter()
-            .try_fold(known.bytes(), |product, n| product.checked_mul(*n));
+        let expected = shape.iter().try_fold(known.bytes(), |product, n| product.checked_mul(*n));
         let found = end.checked_sub(begin);
         // Overflow on either side is a mismatch as well; what cannot be computed is not printed.
         if expected.is_none() || expected != found {
-            let bytes = |n: Option<usize>| {
-                n.map_or("an impossible number of".to_string(), |n| n.to_string())
-            };
+            let bytes = |n: Option<usize>| n.map_or("an impossible number of".to_string(), |n| n.to_string());
             bail!(
                 "{shown}: {name}: expected {} bytes for {shape:?} {known}, found {} bytes ({begin} to {end}): the file is damaged, or the download is \
                  likely incomplete",
@@ -698,25 +534,13 @@ fn read_header(file: &File, file_len: usize, path: &Path) -> Result<Vec<Entry>> 
                 bytes(found)
             );
         }
-        entries.push(Entry {
-            name,
-            dtype: known,
-            shape,
-            start: begin,
-            len: end - begin,
-        });
+        entries.push(Entry { name, dtype: known, shape, start: begin, len: end - begin });
     }
 
     // Contiguous from the end of the header to the end of the file: no overlap, no gap, nothing cut, nothing appended.
     entries.sort_by(|a, b| (a.start, a.len, &a.name).cmp(&(b.start, b.len, &b.name)));
-    let end = entries
-        .iter()
-        .map(|entry| entry.start + entry.len)
-        .max()
-        .unwrap_or(0);
-    let expected = data_start
-        .checked_add(end)
-        .with_context(|| format!("{shown}: expected offsets within the file, found {end}"))?;
+    let end = entries.iter().map(|entry| entry.start + entry.len).max().unwrap_or(0);
+    let expected = data_start.checked_add(end).with_context(|| format!("{shown}: expected offsets within the file, found {end}"))?;
     if expected > file_len {
         bail!(cut(expected));
     }
@@ -726,11 +550,7 @@ fn read_header(file: &File, file_len: usize, path: &Path) -> Result<Vec<Entry>> 
     let mut at = 0;
     for entry in &entries {
         if entry.start != at {
-            let what = if entry.start < at {
-                "overlaps the tensor before it"
-            } else {
-                "leaves a gap"
-            };
+            let what = if entry.start < at { "overlaps the tensor before it" } else { "leaves a gap" };
             bail!(
                 "{shown}: {}: expected to start at byte {at}, found {}: it {what}; the file is damaged, or the download is likely incomplete",
                 entry.name,
@@ -741,10 +561,7 @@ fn read_header(file: &File, file_len: usize, path: &Path) -> Result<Vec<Entry>> 
     }
     let mut names = BTreeSet::new();
     if let Some(entry) = entries.iter().find(|entry| !names.insert(&entry.name)) {
-        bail!(
-            "{shown}: expected tensor {} once, found it twice",
-            entry.name
-        );
+        bail!("{shown}: expected tensor {} once, found it twice", entry.name);
     }
     for entry in &mut entries {
         entry.start += data_start;
@@ -775,7 +592,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Pairs<T> {
                 let mut pairs = Vec::new();
                 while let Some(name) = map.next_key::<String>()? {
                     if name == "__metadata__" {
-                        map.next_value::<IgnoredAny>()?;
+                        map.next_value::<BTreeMap<String, String>>()?;
                     } else {
                         pairs.push((name, map.next_value()?));
                     }
@@ -788,8 +605,9 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Pairs<T> {
 }
 
 fn parse_json<T: DeserializeOwned>(text: &[u8], path: &Path) -> Result<T> {
-    serde_json::from_slice(text)
-        .with_context(|| format!("{}: expected JSON as described", path.display()))
+    // All of it, as the JSON reader does not look into strings that nobody wants.
+    let text = std::str::from_utf8(text).with_context(|| format!("{}: expected UTF-8", path.display()))?;
+    serde_json::from_str(text).with_context(|| format!("{}: expected JSON as described", path.display()))
 }
 
 /// Whether pages of the file come over a network, or through a daemon, one request at a time.

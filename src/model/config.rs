@@ -72,15 +72,13 @@ impl Config {
     /// Reads config.json and, if there is one, generation_config.json.
     pub fn open(dir: &Path) -> Result<Config> {
         let path = dir.join("config.json");
-        let config = std::fs::read_to_string(&path)
-            .with_context(|| format!("{}: expected a model's config.json", path.display()))?;
+        let config = std::fs::read_to_string(&path).with_context(|| format!("{}: expected a model's config.json", path.display()))?;
         let generation_path = dir.join("generation_config.json");
         // A dangling link is an error, an absent file is not.
         let generation = match generation_path.symlink_metadata() {
-            Ok(_) => Some(
-                std::fs::read_to_string(&generation_path)
-                    .with_context(|| format!("{}: cannot be read", generation_path.display()))?,
-            ),
+            Ok(_) => {
+                Some(std::fs::read_to_string(&generation_path).with_context(|| format!("{}: cannot be read", generation_path.display()))?)
+            }
             Err(_) => None,
         };
         Config::parse(&config, generation.as_deref()).with_context(|| dir.display().to_string())
@@ -104,36 +102,18 @@ impl Rope {
         let frequencies = (0..dim / 2).map(|i| match self.scaling {
             RopeScaling::Default => base(i),
             RopeScaling::Linear { factor } => base(i) / factor,
-            RopeScaling::Llama3 {
-                factor,
-                low_freq_factor: low,
-                high_freq_factor: high,
-                original_context,
-            } => {
+            RopeScaling::Llama3 { factor, low_freq_factor: low, high_freq_factor: high, original_context } => {
                 // Turns within the original context, as the config's factors count them: many stay, few are stretched.
                 let turns = original_context as f64 * base(i) / std::f64::consts::TAU;
                 let keep = ((turns - low) / (high - low)).clamp(0.0, 1.0);
                 base(i) * (keep + (1.0 - keep) / factor)
             }
-            RopeScaling::Yarn {
-                factor,
-                original_context,
-                beta_fast,
-                beta_slow,
-                truncate,
-                ..
-            } => {
+            RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, truncate, .. } => {
                 // The pair, as a real number, that makes `turns` turns within the original context.
-                let pair = |turns: f64| {
-                    dim as f64 * (original_context as f64 / (turns * std::f64::consts::TAU)).ln()
-                        / (2.0 * self.theta.ln())
-                };
+                let pair =
+                    |turns: f64| dim as f64 * (original_context as f64 / (turns * std::f64::consts::TAU)).ln() / (2.0 * self.theta.ln());
                 let (low, high) = (pair(beta_fast), pair(beta_slow));
-                let (low, high) = if truncate {
-                    (low.floor(), high.ceil())
-                } else {
-                    (low, high)
-                };
+                let (low, high) = if truncate { (low.floor(), high.ceil()) } else { (low, high) };
                 let (low, high) = (low.max(0.0), high.min(dim as f64 - 1.0));
                 let width = if low == high { 0.001 } else { high - low };
                 let stretch = ((i as f64 - low) / width).clamp(0.0, 1.0);
@@ -145,14 +125,7 @@ impl Rope {
 
     /// What cos and sin are multiplied by; 1 except for yarn.
     pub fn attention_factor(&self) -> f32 {
-        let RopeScaling::Yarn {
-            factor,
-            attention_factor,
-            mscale,
-            mscale_all_dim,
-            ..
-        } = self.scaling
-        else {
+        let RopeScaling::Yarn { factor, attention_factor, mscale, mscale_all_dim, .. } = self.scaling else {
             return 1.0;
         };
         let magnitude = |mscale: f64| 0.1 * mscale * factor.ln() + 1.0;
@@ -171,19 +144,10 @@ impl fmt::Display for Rope {
         match self.scaling {
             RopeScaling::Default => write!(f, "default"),
             RopeScaling::Linear { factor } => write!(f, "linear, factor {factor}"),
-            RopeScaling::Llama3 {
-                factor,
-                original_context,
-                ..
-            } => write!(
-                f,
-                "llama3, factor {factor}, original context {original_context}"
-            ),
-            RopeScaling::Yarn {
-                factor,
-                original_context,
-                ..
-            } => {
+            RopeScaling::Llama3 { factor, original_context, .. } => {
+                write!(f, "llama3, factor {factor}, original context {original_context}")
+            }
+            RopeScaling::Yarn { factor, original_context, .. } => {
                 write!(f, "yarn, factor {factor}, original context {original_context}, attention factor {}", self.attention_factor())
             }
         }?;
@@ -246,10 +210,7 @@ fn parse_config(keys: &mut Keys) -> Result<Config> {
     let family = parse_family(keys)?;
     for key in ["hidden_act", "hidden_activation"] {
         if let Some(activation) = keys.take(key) {
-            ensure!(
-                activation == "silu" || activation == "swish",
-                "config.json: {key}: expected \"silu\", found {activation}"
-            );
+            ensure!(activation == "silu" || activation == "swish", "config.json: {key}: expected \"silu\", found {activation}");
         }
     }
 
@@ -257,9 +218,7 @@ fn parse_config(keys: &mut Keys) -> Result<Config> {
     let n_layers = keys.count("num_hidden_layers", 1 << 12)?;
     let n_heads = keys.count("num_attention_heads", 1 << 16)?;
     // Configs older than grouped attention have no such key.
-    let n_kv_heads = keys
-        .optional_count("num_key_value_heads", 1 << 16)?
-        .unwrap_or(n_heads);
+    let n_kv_heads = keys.optional_count("num_key_value_heads", 1 << 16)?.unwrap_or(n_heads);
     ensure!(
         n_heads % n_kv_heads == 0,
         "config.json: num_attention_heads: expected a multiple of num_key_value_heads = {n_kv_heads}, found {n_heads}"
@@ -274,10 +233,7 @@ fn parse_config(keys: &mut Keys) -> Result<Config> {
             hidden / n_heads
         }
     };
-    ensure!(
-        head_dim % 2 == 0,
-        "config.json: head_dim: expected an even number for rope, found {head_dim}"
-    );
+    ensure!(head_dim % 2 == 0, "config.json: head_dim: expected an even number for rope, found {head_dim}");
     let context = keys.count("max_position_embeddings", 1 << 30)?;
 
     let attention_bias = match family.bias {
@@ -293,10 +249,7 @@ fn parse_config(keys: &mut Keys) -> Result<Config> {
 
     let vocab = keys.count("vocab_size", 1 << 26)?;
     let token = |key: &str, id: u64| -> Result<u32> {
-        ensure!(
-            id < vocab as u64,
-            "config.json: {key}: expected an id below vocab_size = {vocab}, found {id}"
-        );
+        ensure!(id < vocab as u64, "config.json: {key}: expected an id below vocab_size = {vocab}, found {id}");
         Ok(id as u32)
     };
     let bos = match keys.ids("bos_token_id")?.as_slice() {
@@ -340,36 +293,19 @@ fn parse_family(keys: &mut Keys) -> Result<Family> {
         Some(other) => bail!("config.json: architectures: expected one name, found {other}"),
         None => None,
     };
-    let known = || {
-        FAMILIES
-            .iter()
-            .map(|family| family.architecture)
-            .collect::<Vec<_>>()
-            .join(", ")
-    };
+    let known = || FAMILIES.iter().map(|family| family.architecture).collect::<Vec<_>>().join(", ");
     let family = match (name, &model_type) {
-        (Some(name), _) => FAMILIES
-            .into_iter()
-            .find(|family| family.architecture == name),
-        (None, Some(model_type)) => FAMILIES
-            .into_iter()
-            .find(|family| model_type == family.arch),
+        (Some(name), _) => FAMILIES.into_iter().find(|family| family.architecture == name),
+        (None, Some(model_type)) => FAMILIES.into_iter().find(|family| model_type == family.arch),
         (None, None) => bail!("config.json: expected architectures or model_type, found neither"),
     };
     let Some(family) = family else {
         let found = architectures.or(model_type).unwrap_or_default();
-        bail!(
-            "config.json: expected an architecture of {}, found {found}",
-            known()
-        );
+        bail!("config.json: expected an architecture of {}, found {found}", known());
     };
     match model_type {
         Some(model_type) if model_type != family.arch => {
-            bail!(
-                "config.json: model_type: expected \"{}\" for {}, found {model_type}",
-                family.arch,
-                family.architecture
-            )
+            bail!("config.json: model_type: expected \"{}\" for {}, found {model_type}", family.arch, family.architecture)
         }
         _ => Ok(family),
     }
@@ -381,31 +317,18 @@ fn refuse_sliding(keys: &mut Keys, family: &Family, n_layers: usize, context: us
         true => keys.optional_count("sliding_window", 1 << 30)?,
         false => family.default_window,
     };
-    let used = keys
-        .flag("use_sliding_window")?
-        .unwrap_or(family.always_slides);
+    let used = keys.flag("use_sliding_window")?.unwrap_or(family.always_slides);
     // Layers below max_window_layers keep full attention.
     let first = keys.optional_number("max_window_layers")?.unwrap_or(0.0);
-    if let Some(window) =
-        window.filter(|window| used && *window < context && first < n_layers as f64)
-    {
+    if let Some(window) = window.filter(|window| used && *window < context && first < n_layers as f64) {
         bail!("config.json: sliding_window: expected full attention (null, or at least the context of {context}), found {window}");
     }
     match keys.take("layer_types") {
         None => Ok(()),
         Some(Value::Array(types)) => {
-            ensure!(
-                types.len() == n_layers,
-                "config.json: layer_types: expected {n_layers} entries, found {}",
-                types.len()
-            );
-            match types
-                .iter()
-                .find(|layer_type| *layer_type != "full_attention")
-            {
-                Some(other) => bail!(
-                    "config.json: layer_types: expected only \"full_attention\", found {other}"
-                ),
+            ensure!(types.len() == n_layers, "config.json: layer_types: expected {n_layers} entries, found {}", types.len());
+            match types.iter().find(|layer_type| *layer_type != "full_attention") {
+                Some(other) => bail!("config.json: layer_types: expected only \"full_attention\", found {other}"),
                 None => Ok(()),
             }
         }
@@ -421,13 +344,8 @@ pub(super) fn parse_rope(keys: &mut Keys, context: usize) -> Result<Rope> {
         let Some(value) = keys.take(key) else {
             continue;
         };
-        let Value::Object(map) = value else {
-            bail!("config.json: {key}: expected an object or null, found {value}")
-        };
-        let mut inner = Keys {
-            map,
-            path: format!("config.json: {key}."),
-        };
+        let Value::Object(map) = value else { bail!("config.json: {key}: expected an object or null, found {value}") };
+        let mut inner = Keys { map, path: format!("config.json: {key}.") };
         if let Some(inner_theta) = inner.optional_positive("rope_theta", MAX_THETA)? {
             if let Some(outer) = theta.filter(|outer| *outer != inner_theta) {
                 bail!("config.json: rope_theta: expected one value, found {outer} and, in {key}, {inner_theta}");
@@ -437,22 +355,14 @@ pub(super) fn parse_rope(keys: &mut Keys, context: usize) -> Result<Rope> {
         let parsed = parse_scaling(&mut inner, context)?;
         inner.refuse_unread(is_neutral)?;
         if let Some((other, earlier)) = scaling.filter(|(_, earlier)| *earlier != parsed) {
-            bail!(
-                "config.json: {key}: expected to agree with {other}, {earlier:?}, found {parsed:?}"
-            );
+            bail!("config.json: {key}: expected to agree with {other}, {earlier:?}, found {parsed:?}");
         }
         scaling = Some((key, parsed));
     }
     // The default of all four families' config classes.
     let theta = theta.unwrap_or(10_000.0);
-    ensure!(
-        theta > 1.0,
-        "config.json: rope_theta: expected a number above 1, found {theta}"
-    );
-    Ok(Rope {
-        theta,
-        scaling: scaling.map_or(RopeScaling::Default, |(_, scaling)| scaling),
-    })
+    ensure!(theta > 1.0, "config.json: rope_theta: expected a number above 1, found {theta}");
+    Ok(Rope { theta, scaling: scaling.map_or(RopeScaling::Default, |(_, scaling)| scaling) })
 }
 
 const MAX_THETA: f64 = 1e15;
@@ -460,36 +370,23 @@ const MAX_THETA: f64 = 1e15;
 fn parse_scaling(keys: &mut Keys, context: usize) -> Result<RopeScaling> {
     let kinds = (keys.take("rope_type"), keys.take("type"));
     let kind = match kinds {
-        (Some(a), Some(b)) if a != b => bail!(
-            "{}rope_type: expected to agree with type, found {a} and {b}",
-            keys.path
-        ),
+        (Some(a), Some(b)) if a != b => bail!("{}rope_type: expected to agree with type, found {a} and {b}", keys.path),
         (Some(kind), _) | (_, Some(kind)) => kind,
         (None, None) => "default".into(),
     };
     let factor = |keys: &mut Keys| -> Result<f64> {
         let factor = keys.positive("factor", 1e6)?;
-        ensure!(
-            factor >= 1.0,
-            "{}factor: expected at least 1, found {factor}",
-            keys.path
-        );
+        ensure!(factor >= 1.0, "{}factor: expected at least 1, found {factor}", keys.path);
         Ok(factor)
     };
     let original = "original_max_position_embeddings";
     match kind.as_str() {
         Some("default") => Ok(RopeScaling::Default),
-        Some("linear") => Ok(RopeScaling::Linear {
-            factor: factor(keys)?,
-        }),
+        Some("linear") => Ok(RopeScaling::Linear { factor: factor(keys)? }),
         Some("llama3") => {
             let low = keys.positive("low_freq_factor", 1e6)?;
             let high = keys.positive("high_freq_factor", 1e6)?;
-            ensure!(
-                low < high,
-                "{}low_freq_factor: expected below high_freq_factor = {high}, found {low}",
-                keys.path
-            );
+            ensure!(low < high, "{}low_freq_factor: expected below high_freq_factor = {high}, found {low}", keys.path);
             Ok(RopeScaling::Llama3 {
                 factor: factor(keys)?,
                 low_freq_factor: low,
@@ -499,19 +396,11 @@ fn parse_scaling(keys: &mut Keys, context: usize) -> Result<RopeScaling> {
         }
         Some("yarn") => {
             // transformers takes zero for absent here.
-            let option = |keys: &mut Keys, key| {
-                Ok::<_, anyhow::Error>(keys.optional_number(key)?.filter(|value| *value != 0.0))
-            };
-            let positive = |keys: &mut Keys, key, default| {
-                Ok::<_, anyhow::Error>(keys.optional_positive(key, 1e6)?.unwrap_or(default))
-            };
+            let option = |keys: &mut Keys, key| Ok::<_, anyhow::Error>(keys.optional_number(key)?.filter(|value| *value != 0.0));
+            let positive = |keys: &mut Keys, key, default| Ok::<_, anyhow::Error>(keys.optional_positive(key, 1e6)?.unwrap_or(default));
             let beta_fast = positive(keys, "beta_fast", 32.0)?;
             let beta_slow = positive(keys, "beta_slow", 1.0)?;
-            ensure!(
-                beta_slow <= beta_fast,
-                "{}beta_slow: expected at most beta_fast = {beta_fast}, found {beta_slow}",
-                keys.path
-            );
+            ensure!(beta_slow <= beta_fast, "{}beta_slow: expected at most beta_fast = {beta_fast}, found {beta_slow}", keys.path);
             Ok(RopeScaling::Yarn {
                 factor: factor(keys)?,
                 original_context: keys.optional_count(original, 1 << 30)?.unwrap_or(context),
@@ -523,21 +412,14 @@ fn parse_scaling(keys: &mut Keys, context: usize) -> Result<RopeScaling> {
                 truncate: keys.flag("truncate")?.unwrap_or(true),
             })
         }
-        _ => bail!(
-            "{}rope_type: expected default, linear, llama3 or yarn, found {kind}",
-            keys.path
-        ),
+        _ => bail!("{}rope_type: expected default, linear, llama3 or yarn, found {kind}", keys.path),
     }
 }
 
 /// Only the token ids: the sampling defaults of a model are the user's business.
 fn parse_generation(mut config: Config, mut keys: Keys) -> Result<Config> {
     let token = |key: &str, id: u64| -> Result<u32> {
-        ensure!(
-            id < config.vocab as u64,
-            "{GENERATION}: {key}: expected an id below vocab_size = {}, found {id}",
-            config.vocab
-        );
+        ensure!(id < config.vocab as u64, "{GENERATION}: {key}: expected an id below vocab_size = {}, found {id}", config.vocab);
         Ok(id as u32)
     };
     for id in keys.ids("eos_token_id")? {
@@ -567,10 +449,7 @@ pub(super) struct Keys {
 impl Keys {
     pub fn parse(json: &str, file: &str) -> Result<Keys> {
         match serde_json::from_str(json).with_context(|| format!("{file}: expected JSON"))? {
-            Value::Object(map) => Ok(Keys {
-                map,
-                path: format!("{file}: "),
-            }),
+            Value::Object(map) => Ok(Keys { map, path: format!("{file}: ") }),
             _ => bail!("{file}: expected a JSON object, found another kind of value"),
         }
     }
@@ -590,12 +469,7 @@ impl Keys {
 
     /// A whole number from 1 to `max`.
     pub fn count(&mut self, key: &str, max: usize) -> Result<usize> {
-        self.optional_count(key, max)?.with_context(|| {
-            format!(
-                "{}{key}: expected a number from 1 to {max}, found none",
-                self.path
-            )
-        })
+        self.optional_count(key, max)?.with_context(|| format!("{}{key}: expected a number from 1 to {max}, found none", self.path))
     }
 
     pub fn optional_count(&mut self, key: &str, max: usize) -> Result<Option<usize>> {
@@ -604,10 +478,7 @@ impl Keys {
         };
         match value.as_u64() {
             Some(n) if (1..=max as u64).contains(&n) => Ok(Some(n as usize)),
-            _ => bail!(
-                "{}{key}: expected a number from 1 to {max}, found {value}",
-                self.path
-            ),
+            _ => bail!("{}{key}: expected a number from 1 to {max}, found {value}", self.path),
         }
     }
 
@@ -623,21 +494,14 @@ impl Keys {
 
     /// A number above 0 and up to `max`.
     pub fn positive(&mut self, key: &str, max: f64) -> Result<f64> {
-        self.optional_positive(key, max)?.with_context(|| {
-            format!(
-                "{}{key}: expected a number above 0 and up to {max}, found none",
-                self.path
-            )
-        })
+        self.optional_positive(key, max)?
+            .with_context(|| format!("{}{key}: expected a number above 0 and up to {max}, found none", self.path))
     }
 
     fn optional_positive(&mut self, key: &str, max: f64) -> Result<Option<f64>> {
         match self.optional_number(key)? {
             Some(number) if !(number > 0.0 && number <= max) => {
-                bail!(
-                    "{}{key}: expected a number above 0 and up to {max}, found {number}",
-                    self.path
-                )
+                bail!("{}{key}: expected a number above 0 and up to {max}, found {number}", self.path)
             }
             number => Ok(number),
         }
@@ -651,23 +515,14 @@ impl Keys {
             Some(value) => vec![value],
         };
         let id = |value: &Value| {
-            value.as_u64().with_context(|| {
-                format!(
-                    "{}{key}: expected a token id or a list of them, found {value}",
-                    self.path
-                )
-            })
+            value.as_u64().with_context(|| format!("{}{key}: expected a token id or a list of them, found {value}", self.path))
         };
         values.iter().map(id).collect()
     }
 
     /// What is left was not read. Null says nothing in transformers; anything else might change the arithmetic.
     pub fn refuse_unread(self, is_harmless: impl Fn(&str, &Value) -> bool) -> Result<()> {
-        let Some((key, value)) = self
-            .map
-            .iter()
-            .find(|(key, value)| !value.is_null() && !is_harmless(key, value))
-        else {
+        let Some((key, value)) = self.map.iter().find(|(key, value)| !value.is_null() && !is_harmless(key, value)) else {
             return Ok(());
         };
         let shown: String = value.to_string().chars().take(60).collect();
@@ -706,8 +561,7 @@ const DESCRIPTIVE: &[&str] = &[
 /// Keys that are understood at one value only: the one that changes nothing.
 pub(super) fn is_neutral(key: &str, value: &Value) -> bool {
     match key {
-        "attention_bias" | "mlp_bias" | "bias" | "use_qk_norm" | "rope_interleaved"
-        | "use_mrope" => *value == false,
+        "attention_bias" | "mlp_bias" | "bias" | "use_qk_norm" | "rope_interleaved" | "use_mrope" => *value == false,
         "is_encoder_decoder" | "add_cross_attention" | "tie_encoder_decoder" => *value == false,
         "partial_rotary_factor" => value.as_f64() == Some(1.0),
         "pruned_heads" => value.as_object().is_some_and(Map::is_empty),

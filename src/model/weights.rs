@@ -143,12 +143,7 @@ impl Facts {
                 ("ffn_dim", config.ffn_dim),
                 ("vocab", config.vocab),
             ],
-            flags: vec![
-                ("qkv_bias", config.qkv_bias),
-                ("o_bias", config.o_bias),
-                ("mlp_bias", config.mlp_bias),
-                ("untied", !config.tied),
-            ],
+            flags: vec![("qkv_bias", config.qkv_bias), ("o_bias", config.o_bias), ("mlp_bias", config.mlp_bias), ("untied", !config.tied)],
         }
     }
 
@@ -215,9 +210,7 @@ fn claim_as(table: &Table, facts: &Facts, tied: bool, checkpoint: &Checkpoint) -
 impl Weights {
     /// Panics when the model has no such weight: the plan asks for what the config promises, and `claim` has checked that.
     pub fn get(&self, id: WeightId) -> &Weight {
-        self.find(id).unwrap_or_else(|| {
-            panic!("the plan asks for {id}, which the table of weights does not have")
-        })
+        self.find(id).unwrap_or_else(|| panic!("the plan asks for {id}, which the table of weights does not have"))
     }
 
     pub fn find(&self, id: WeightId) -> Option<&Weight> {
@@ -257,16 +250,9 @@ impl Weight {
 
     /// The slice of each part that `rank` of `ranks` holds. An uneven split is an error that lists the numbers of ranks, up to 8, that work.
     pub fn part_of_rank(&self, rank: usize, ranks: usize) -> Result<Vec<Slice>> {
-        ensure!(
-            rank < ranks,
-            "{}: expected a rank below {ranks}, found {rank}",
-            self.parts[0].name
-        );
+        ensure!(rank < ranks, "{}: expected a rank below {ranks}, found {rank}", self.parts[0].name);
         self.slices(rank, ranks).with_context(|| {
-            let work: Vec<String> = (1..=8)
-                .filter(|n| self.slices(0, *n).is_some())
-                .map(|n| n.to_string())
-                .collect();
+            let work: Vec<String> = (1..=8).filter(|n| self.slices(0, *n).is_some()).map(|n| n.to_string()).collect();
             format!(
                 "{}: expected a number of ranks that divides {}, {}, found {ranks}",
                 self.parts[0].name,
@@ -291,26 +277,11 @@ impl Weight {
         let slice = |rows: &usize| {
             let (all_rows, all_cols) = (0..*rows, 0..self.cols);
             Some(match self.split {
-                Split::Replicated => Slice {
-                    rows: all_rows,
-                    cols: all_cols,
-                },
-                Split::Rows | Split::Vocab => Slice {
-                    rows: even(*rows)?,
-                    cols: all_cols,
-                },
-                Split::Columns => Slice {
-                    rows: all_rows,
-                    cols: even(self.cols)?,
-                },
-                Split::Heads if rows < most => Slice {
-                    rows: even(*rows).or_else(|| replicated(*rows))?,
-                    cols: all_cols,
-                },
-                Split::Heads => Slice {
-                    rows: even(*rows)?,
-                    cols: all_cols,
-                },
+                Split::Replicated => Slice { rows: all_rows, cols: all_cols },
+                Split::Rows | Split::Vocab => Slice { rows: even(*rows)?, cols: all_cols },
+                Split::Columns => Slice { rows: all_rows, cols: even(self.cols)? },
+                Split::Heads if rows < most => Slice { rows: even(*rows).or_else(|| replicated(*rows))?, cols: all_cols },
+                Split::Heads => Slice { rows: even(*rows)?, cols: all_cols },
             })
         };
         self.rows.iter().map(slice).collect()
@@ -333,10 +304,7 @@ impl fmt::Display for WeightId {
 /// As in weights.toml.
 impl fmt::Display for Role {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let (_, name) = ROLES
-            .iter()
-            .find(|(role, _)| role == self)
-            .expect("ROLES lists every role");
+        let (_, name) = ROLES.iter().find(|(role, _)| role == self).expect("ROLES lists every role");
         f.write_str(name)
     }
 }
@@ -376,14 +344,10 @@ const ROLES: [(Role, &str); 31] = [
 ];
 
 /// What `rows`, `cols` and `unit` may name: sizes of a model, and of a drafter besides.
-const TERMS: [&str; 9] = [
-    "hidden", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab", "features", "target_hidden", "draft_vocab",
-];
+const TERMS: [&str; 9] = ["hidden", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab", "features", "target_hidden", "draft_vocab"];
 
 /// What `when` may name.
-const CONDITIONS: [&str; 9] = [
-    "qkv_bias", "o_bias", "mlp_bias", "untied", "qk_norm", "norm_before_fc", "fc_norm", "own_embed", "own_head",
-];
+const CONDITIONS: [&str; 9] = ["qkv_bias", "o_bias", "mlp_bias", "untied", "qk_norm", "norm_before_fc", "fc_norm", "own_embed", "own_head"];
 
 struct Section {
     model: BTreeMap<Role, Rule>,
@@ -425,37 +389,30 @@ impl Table {
 
     /// The table of `--weights FILE`.
     pub fn open(path: &Path) -> Result<Table> {
-        let text = std::fs::read_to_string(path)
-            .with_context(|| format!("{}: expected a table of weights", path.display()))?;
+        let text = std::fs::read_to_string(path).with_context(|| format!("{}: expected a table of weights", path.display()))?;
         Table::parse(&text).with_context(|| path.display().to_string())
     }
 
     pub fn parse(text: &str) -> Result<Table> {
         // toml's own errors show the line over several lines; ours are one line.
-        let files: BTreeMap<String, SectionFile> = toml::from_str(text)
-            .map_err(|error| anyhow::anyhow!("{}", error.to_string().trim().replace('\n', " ")))?;
+        let files: BTreeMap<String, SectionFile> =
+            toml::from_str(text).map_err(|error| anyhow::anyhow!("{}", error.to_string().trim().replace('\n', " ")))?;
         let mut sections = BTreeMap::new();
         for (arch, file) in &files {
             let base = match &file.like {
                 None => None,
                 Some(like) => match files.get(like) {
                     Some(base) if base.like.is_none() => Some(base),
-                    _ => bail!(
-                        "{arch}: like: expected a section that stands for itself, found {like:?}"
-                    ),
+                    _ => bail!("{arch}: like: expected a section that stands for itself, found {like:?}"),
                 },
             };
             let mut section = Section { model: BTreeMap::new(), layer: BTreeMap::new(), ignore: Vec::new(), rename: Vec::new() };
             for source in base.into_iter().chain([file]) {
                 section.ignore.extend_from_slice(&source.ignore);
                 section.rename.extend_from_slice(&source.rename);
-                for (rules, files, per_layer) in [
-                    (&mut section.model, &source.model, false),
-                    (&mut section.layer, &source.layer, true),
-                ] {
+                for (rules, files, per_layer) in [(&mut section.model, &source.model, false), (&mut section.layer, &source.layer, true)] {
                     for (name, file) in files {
-                        let (role, rule) = parse_rule(name, file, per_layer)
-                            .with_context(|| format!("{arch}.{name}"))?;
+                        let (role, rule) = parse_rule(name, file, per_layer).with_context(|| format!("{arch}.{name}"))?;
                         rules.insert(role, rule);
                     }
                 }
@@ -530,37 +487,19 @@ fn parse_rule(name: &str, file: &RuleFile, per_layer: bool) -> Result<(Role, Rul
         let known: Vec<&str> = ROLES.iter().map(|(_, name)| *name).collect();
         bail!("expected a role of {}, found {name:?}", known.join(" "));
     };
-    ensure!(
-        !file.from.is_empty(),
-        "from: expected at least one tensor, found none"
-    );
-    ensure!(
-        file.rows.len() == file.from.len(),
-        "rows: expected {}, one for each of from, found {}",
-        file.from.len(),
-        file.rows.len()
-    );
+    ensure!(!file.from.is_empty(), "from: expected at least one tensor, found none");
+    ensure!(file.rows.len() == file.from.len(), "rows: expected {}, one for each of from, found {}", file.from.len(), file.rows.len());
     for from in &file.from {
         let expected = usize::from(per_layer);
-        ensure!(
-            from.matches("{}").count() == expected,
-            "from: expected {expected} {{}} for the layer, found {from:?}"
-        );
+        ensure!(from.matches("{}").count() == expected, "from: expected {expected} {{}} for the layer, found {from:?}");
     }
-    ensure!(
-        file.cols.is_some() || file.split != Split::Columns,
-        "split: expected columns to split, found a vector"
-    );
+    ensure!(file.cols.is_some() || file.split != Split::Columns, "split: expected columns to split, found a vector");
     if let Some(when) = file.when.as_deref().filter(|when| !CONDITIONS.contains(when)) {
         bail!("when: expected one of {}, found {when:?}", CONDITIONS.join(" "));
     }
     let rule = Rule {
         from: file.from.clone(),
-        rows: file
-            .rows
-            .iter()
-            .map(|text| Size::parse(text))
-            .collect::<Result<_>>()?,
+        rows: file.rows.iter().map(|text| Size::parse(text)).collect::<Result<_>>()?,
         cols: file.cols.as_deref().map(Size::parse).transpose()?,
         fuse: file.fuse,
         split: file.split,
@@ -577,17 +516,11 @@ impl Size {
             match (word.parse(), TERMS.iter().find(|name| **name == word)) {
                 (Ok(number), _) => Ok(Factor::Number(number)),
                 (_, Some(term)) => Ok(Factor::Term(term)),
-                _ => bail!(
-                    "expected sums and products of numbers and {}, found {text:?}",
-                    TERMS.join(" ")
-                ),
+                _ => bail!("expected sums and products of numbers and {}, found {text:?}", TERMS.join(" ")),
             }
         };
         let product = |product: &str| product.split('*').map(factor).collect::<Result<Vec<_>>>();
-        Ok(Size {
-            text: text.into(),
-            sum: text.split('+').map(product).collect::<Result<_>>()?,
-        })
+        Ok(Size { text: text.into(), sum: text.split('+').map(product).collect::<Result<_>>()? })
     }
 
     fn of(&self, facts: &Facts) -> Result<usize> {
@@ -627,36 +560,21 @@ const FLOATS: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
 impl Claim<'_> {
     /// The weight, or nothing and problems noted.
     fn weight(&mut self, rule: &Rule, layer: Option<usize>) -> Result<Option<Weight>> {
-        let cols = rule
-            .cols
-            .as_ref()
-            .map(|cols| cols.of(self.facts))
-            .transpose()?;
-        let rows = rule
-            .rows
-            .iter()
-            .map(|rows| rows.of(self.facts))
-            .collect::<Result<Vec<usize>>>()?;
+        let cols = rule.cols.as_ref().map(|cols| cols.of(self.facts)).transpose()?;
+        let rows = rule.rows.iter().map(|rows| rows.of(self.facts)).collect::<Result<Vec<usize>>>()?;
         let mut parts: Vec<Tensor> = Vec::new();
         for (from, rows) in rule.from.iter().zip(&rows) {
             let name = tensor_name(from, layer);
             let shape: Vec<usize> = [*rows].into_iter().chain(cols).collect();
             match self.tensors.get(&name).cloned() {
                 None => self.absent(&name, &shape, rule),
-                Some(found) if found.shape != shape || !FLOATS.contains(&found.dtype) => self
-                    .problem(|| {
-                        format!(
-                            "{name}: expected {shape:?} bf16, f16 or f32, found {found} in {}",
-                            found.file
-                        )
-                    }),
+                Some(found) if found.shape != shape || !FLOATS.contains(&found.dtype) => {
+                    self.problem(|| format!("{name}: expected {shape:?} bf16, f16 or f32, found {found} in {}", found.file))
+                }
                 Some(found) => match parts.first().filter(|first| first.dtype != found.dtype) {
-                    Some(first) => self.problem(|| {
-                        format!(
-                            "{name}: expected {} as {}, found {found} in {}",
-                            first.dtype, first.name, found.file
-                        )
-                    }),
+                    Some(first) => {
+                        self.problem(|| format!("{name}: expected {} as {}, found {found} in {}", first.dtype, first.name, found.file))
+                    }
                     None => parts.push(found),
                 },
             }
@@ -666,14 +584,7 @@ impl Claim<'_> {
             return Ok(None);
         }
         let unit = rule.unit.of(self.facts)?;
-        Ok(Some(Weight {
-            parts,
-            rows,
-            cols: cols.unwrap_or(1),
-            fuse: rule.fuse,
-            split: rule.split,
-            unit,
-        }))
+        Ok(Some(Weight { parts, rows, cols: cols.unwrap_or(1), fuse: rule.fuse, split: rule.split, unit }))
     }
 
     fn absent(&mut self, name: &str, shape: &[usize], rule: &Rule) {
@@ -683,37 +594,16 @@ impl Claim<'_> {
         } else {
             ""
         };
-        self.problem(|| {
-            format!(
-                "{name}: expected {shape:?} bf16, f16 or f32, found no such tensor in {dir}{cure}"
-            )
-        });
+        self.problem(|| format!("{name}: expected {shape:?} bf16, f16 or f32, found no such tensor in {dir}{cure}"));
     }
 
     /// Gives a tied model its head: the embedding's tensor, divided as the head is. Returns a head of the checkpoint's own with the embedding.
-    fn tie_head(
-        &mut self,
-        section: &Section,
-        map: &mut BTreeMap<WeightId, Weight>,
-    ) -> Option<(Tensor, Tensor)> {
+    fn tie_head(&mut self, section: &Section, map: &mut BTreeMap<WeightId, Weight>) -> Option<(Tensor, Tensor)> {
         let rule = section.model.get(&Role::Head)?;
-        let embed = map.get(&WeightId {
-            role: Role::Embed,
-            layer: None,
-        })?;
+        let embed = map.get(&WeightId { role: Role::Embed, layer: None })?;
         let table = embed.parts[0].clone();
-        let head = Weight {
-            split: rule.split,
-            fuse: rule.fuse,
-            ..embed.clone()
-        };
-        map.insert(
-            WeightId {
-                role: Role::Head,
-                layer: None,
-            },
-            head,
-        );
+        let head = Weight { split: rule.split, fuse: rule.fuse, ..embed.clone() };
+        map.insert(WeightId { role: Role::Head, layer: None }, head);
         let spare = self.tensors.get(&rule.from[0])?.clone();
         self.claimed.insert(rule.from[0].clone());
         Some((spare, table))
@@ -759,8 +649,6 @@ fn matches(pattern: &str, name: &str) -> bool {
         Some((before, after)) => name
             .strip_prefix(before)
             .and_then(|rest| rest.strip_suffix(after))
-            .is_some_and(|number| {
-                !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
-            }),
+            .is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())),
     }
 }

@@ -1,0 +1,54 @@
+// What several kernels share: bf16 in registers, warp sums, the re-tiled weight layout, the segments of K, and the last-arriver counter.
+// The layout and the segments are part of the meaning of a weight: see "Where bits come from" in ARCHITECTURE.md.
+#pragma once
+#include "ptx.h"
+#include "params.h"
+
+namespace {
+
+// ---- bf16 pairs: the low half is the element with the lower index ----
+__device__ __forceinline__ float bf16_low(uint32_t w) { return __uint_as_float(w << 16); }
+__device__ __forceinline__ float bf16_high(uint32_t w) { return __uint_as_float(w & 0xffff0000u); }
+__device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+  return (uint32_t)__bfloat16_as_ushort(v.x) | (uint32_t)__bfloat16_as_ushort(v.y) << 16;
+}
+
+// ---- sums over a warp, the same in all lanes, in one fixed order ----
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int o = 16; o > 0; o >>= 1) v = __fadd_rn(v, __shfl_xor_sync(0xffffffffu, v, o));
+  return v;
+}
+__device__ __forceinline__ float warp_max(float v) {
+#pragma unroll
+  for (int o = 16; o > 0; o >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, o));
+  return v;
+}
+
+// ---- the last block to arrive does the rest ----
+// True in all threads of the block that arrives last of n_blocks; the counter is then back at 0 for the next launch. What the other blocks wrote before
+// is visible to it. `flag` is a word of shared memory. Contains two block barriers.
+__device__ __forceinline__ bool last_to_arrive(unsigned* counter, unsigned n_blocks, unsigned* flag) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) *flag = atomicInc(counter, n_blocks - 1) == n_blocks - 1;
+  __syncthreads();
+  if (*flag) __threadfence();
+  return *flag;
+}
+
+// ---- re-tiled weights: [n / 16][k / 32][2][32 lanes] uint4, the order in which mma_bf16 takes them as its 16-row operand ----
+// In a block of 32 k lane 4g+t owns k = 8t..8t+7 of rows g and g+8; half h holds its elements 4h..4h+3, so that 16 contiguous bytes of a row of
+// activations are both column operands of that block.
+// Index of element (n, k) in 16-bit units; k_blocks = ceil(K / 32).
+__device__ __forceinline__ size_t retiled_index(int n, int k, int k_blocks) {
+  const int lane = (n & 7) * 4 + ((k & 31) >> 3), half = (k & 7) >> 2, e = k & 3;
+  return ((((size_t)(n >> 4) * k_blocks + (k >> 5)) * 2 + half) * 32 + lane) * 8 + (e >> 1) * 4 + ((n >> 3) & 1) * 2 + (e & 1);
+}
+
+// ---- segments of K: at most 32, each summed in mma order from zero, then added in ascending order ----
+__host__ __device__ __forceinline__ int k_blocks_of(int k) { return (k + 31) / 32; }
+__host__ __device__ __forceinline__ int segment_blocks_of(int k_blocks) { return (k_blocks + 31) / 32; }
+
+}  // namespace

@@ -1,0 +1,32 @@
+// Embedding: x[i] = row tokens[i] of the table, gathered from the re-tiled layout, so that a tied head needs one copy of the table; and what the first norm needs.
+// Grid: one block of 128 threads per row; a thread moves 16 elements of K at a time, as pairs that lie 4 bytes each in 16-byte words.
+#include "linear_row.cuh"
+
+namespace {
+__device__ __forceinline__ void embed_body(const EmbedParams& p) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const int row = blockIdx.x;
+  if (row >= (p.n_rows ? min(*p.n_rows, p.rows) : p.rows)) return;
+  const int token = p.tokens ? p.tokens[(p.start ? *p.start : 0) + p.offset + row] : row == 0 ? p.state->root : p.state->drafts[row - 1];
+  const unsigned* table = reinterpret_cast<const unsigned*>(p.table);   // pairs of elements
+  const int k_blocks = k_blocks_of(p.hidden);
+  auto gather = [&](int k) {
+    return make_uint4(table[retiled_index(token, k, k_blocks) / 2], table[retiled_index(token, k + 2, k_blocks) / 2], table[retiled_index(token, k + 4, k_blocks) / 2],
+                      table[retiled_index(token, k + 6, k_blocks) / 2]);
+  };
+  for (int tile = threadIdx.x; tile < p.hidden / 16; tile += blockDim.x) {
+    const uint4 a = gather(tile * 16), b = gather(tile * 16 + 8);
+    const size_t at = (size_t)row * p.x_stride + tile * 16;
+    *reinterpret_cast<uint4*>(p.x + at) = a;
+    *reinterpret_cast<uint4*>(p.x + at + 8) = b;
+    if (!p.next_norm) continue;
+    const uint4* norm = reinterpret_cast<const uint4*>(p.next_norm) + tile * 2;
+    *reinterpret_cast<uint4*>(p.normed + at) = times_norm(a, load_constants(norm));
+    *reinterpret_cast<uint4*>(p.normed + at + 8) = times_norm(b, load_constants(norm + 1));
+    p.squares[(size_t)row * (p.hidden / 16) + tile] = tile_square_sum(a, b);
+  }
+}
+}  // namespace
+
+KERNEL(embed, EmbedParams, 128) { embed_body(p); }

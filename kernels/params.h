@@ -1,0 +1,312 @@
+// One struct per kernel, passed by value (const __grid_constant__). The Rust twins are #[repr(C)] and assert the same sizes. Pointers are device
+// pointers; bf16 is __nv_bfloat16. Rows are tokens. Strides count elements.
+#pragma once
+
+// What changes between replays of a graph, one per stream, in device memory. Written by the last block of sample.cu and by the kernels of draft.cu, by the
+// host before a prefill, a new request or a truncation; other kernels read `length`, `rows`, `root`, `drafts`.
+struct alignas(16) State {
+  int length;            // L: rows in the target's KV cache; row i of the next pass is at position length + i
+  int rows;              // rows of the next pass: 1 + n_drafts, or the tokens of a prefill chunk. A pass captured w wide uses min(rows, w) of them
+  int root;              // last chosen token, row 0 of the next verify pass
+  int done;              // 1: passes change nothing and record 0 tokens
+  int reason;            // why the sequence is done: STOP_*
+  int accepted;          // drafts kept by the last pass
+  int emitted;           // tokens chosen by the last pass; sampled[0..emitted) are they
+  int n_drafts;          // drafts for the next pass
+  int n_output;          // tokens of the answer so far
+  int history_length;    // tokens of prompt and answer so far, root included
+  int draft_length;      // Ld: rows in the drafter's KV cache
+  int ngram_match;       // length of the last n-gram match, 0 for none
+  unsigned pass;         // passes so far; a record's words carry it
+  int pad[3];
+  int drafts[16];        // d1.. are rows 1.. of the next verify pass
+  int sampled[16];
+};
+static_assert(sizeof(State) == 192, "State");
+
+enum { STOP_NONE = 0, STOP_EOS = 1, STOP_LENGTH = 2, STOP_CONTEXT = 3, STOP_NOT_FINITE = 4, STOP_ALL_BANNED = 5 };
+
+// What stays for a whole request; device memory, written by the host between requests.
+struct alignas(16) SamplingParams {
+  unsigned long long seed;
+  unsigned long long top_p;   // round(p * 2^32); 2^32 or more: off
+  float temperature;          // 0: the largest logit
+  float min_z;                // ln(min_p); -inf: off
+  int top_k;                  // 0: off
+  float repetition_penalty;   // 1: off
+  float presence_penalty;     // 0: off
+  float frequency_penalty;    // 0: off
+  int has_bias;               // SampleParams::bias counts
+  int min_tokens;             // ids of eos are banned before this many tokens
+  int max_tokens;             // at least 1
+  int context;                // tokens of prompt and answer at most
+  int n_eos;
+  int pad;
+  int eos[16];
+};
+static_assert(sizeof(SamplingParams) == 128, "SamplingParams");
+
+// A pass's record: RECORD_WORDS words of (pass << 32 | value) at ring[pass % RECORDS], in pinned host memory.
+enum { RECORDS = 64, RECORD_WORDS = 32 };
+enum {
+  RECORD_COUNT = 0,      // tokens chosen
+  RECORD_ACCEPTED = 1,   // drafts kept
+  RECORD_REASON = 2,     // STOP_*
+  RECORD_LENGTH = 3,     // State.length after the pass
+  RECORD_FIRST = 4,      // where in the history the first of them is
+  RECORD_DRAFTS = 5,     // drafts that were verified
+  RECORD_MATCH = 6,      // n-gram match length; written by ngram_draft alone, so absent without it
+  RECORD_TOKENS = 8      // the tokens, up to 16
+};
+
+// ---- sample.cu ----
+enum { SAMPLE_SLICE = 4032, SAMPLE_ROWS = 16, SAMPLE_BINS = 1024 };
+// What top-k and top-p leave of a row's ranks (sample.cu explains ranks): below `sure` is kept, inside the two ranges is settled by sample_choose.
+struct alignas(16) SampleCut {
+  unsigned long long sure, k_first, k_last, p_first, p_last, pad;
+  unsigned long long k_rank, k_mass_before, p_mass_before;
+  unsigned long long kept_mass;      // mass of all that top-k keeps, when k's range is empty
+};
+// All zero before the first pass; every pass leaves it so (except `cut`, which it overwrites).
+struct alignas(16) SampleScratch {
+  unsigned long long best[SAMPLE_ROWS];      // key of the largest logit
+  unsigned long long chosen[SAMPLE_ROWS];    // key of the largest logit with noise
+  unsigned row_arrivals[SAMPLE_ROWS];
+  unsigned n_listed[SAMPLE_ROWS];
+  unsigned arrivals;
+  unsigned not_finite;                       // bit per row
+  unsigned pad[2];
+  SampleCut cut[SAMPLE_ROWS];
+  unsigned long long mass[SAMPLE_ROWS][SAMPLE_BINS];
+  unsigned count[SAMPLE_ROWS][SAMPLE_BINS];
+};
+static_assert(sizeof(SampleScratch) == 16 * (8 + 8 + 4 + 4) + 16 + 16 * 80 + 16 * 1024 * 12, "SampleScratch");
+
+// For sample_adjust, sample_cut, sample_choose: grid (blocks a row >= ceil(vocab / SAMPLE_SLICE), width <= 16), 256 threads.
+struct SampleParams {
+  float* logits;                   // [width or 1 (prefill)][stride]; overwritten where an option changes them
+  State* state;
+  const SamplingParams* options;
+  SampleScratch* scratch;
+  unsigned long long* list;        // [width][vocab]; not needed (null) for a graph without sample_cut
+  unsigned* counts;                // [vocab]; bits 0..30: times in the answer, bit 31: in the prompt
+  const float* bias;               // [vocab], added; may be null while has_bias is 0
+  int* history;                    // [at least context]; prompt and answer
+  unsigned long long* ring;        // [RECORDS][RECORD_WORDS], pinned host memory
+  int vocab;                       // at most 2^20
+  int stride;
+  int prefill;                     // 1: one row of logits, the last of State.rows new rows; no drafts
+  int pad;
+};
+static_assert(sizeof(SampleParams) == 88, "SampleParams");
+
+// For prefill_advance: one warp, at the end of a prefill chunk that chooses no token.
+struct AdvanceParams {
+  State* state;
+  unsigned long long* ring;
+};
+static_assert(sizeof(AdvanceParams) == 16, "AdvanceParams");
+
+// ---- linear.cu ----
+enum Epilogue : int {
+  kEpilogueStore = 0,     // out[row][n] = y (+ bias[n])
+  kEpilogueResidual = 1,  // out[row][n] = residual[row][n] + y (+ bias[n]); also into tap when it is set
+  kEpilogueSilu = 2,      // out[row][j] = silu(gate) * up; tile i holds gate rows 8i..8i+7 then up rows 8i..8i+7, n = number of j
+  kEpilogueLogits = 3,    // logits[row][n] = y (+ bias[n]), f32; also the block's maximum per row
+};
+
+// RMSNorm in front of a linear is split so that nothing waits for it: who makes a row also writes normed = bf16(x * norm weight) and squares, the sum of x^2
+// of each 16 columns; the linear takes normed as input and multiplies its sums by inv = 1 / sqrt(mean(x^2) + eps), made from squares (linear_row.cuh).
+
+// One input of a linear and its weights; y = inv * sum over k of w[n][k] * x[row][k].
+struct LinearPart {
+  const uint4* weights;  // re-tiled [n_tiles][k_blocks][2][32]
+  const bf16* x;         // [rows][x_stride]; with a norm: normed
+  const float* squares;  // [rows][k / 16], or null: no norm, inv = 1. Read by linear_m* only
+  const float* inv;      // [rows] from norm_rows, or null. Read by linear_prefill only
+  int k;                 // multiple of 8; weights hold zeros up to k_blocks * 32
+  int x_stride;          // multiple of 8
+  unsigned short segment_blocks;   // 32-k blocks per segment: ceil(ceil(k / 32) / 32)
+  unsigned short n_segments;       // ceil(ceil(k / 32) / segment_blocks), at most 32
+  float eps;
+};
+struct LinearParams {
+  LinearPart part[2];
+  bf16* out;             // [rows][out_stride]
+  const bf16* bias;      // [n] or null
+  const bf16* residual;  // [rows][out_stride]; may be out
+  bf16* tap;             // [rows][tap_stride] or null: a second copy of out (Residual only)
+  const bf16* next_norm; // [n] RMSNorm weight of the next linear, or null. linear_m* only, Store and Residual
+  bf16* normed;          // [rows][out_stride]: bf16(out * next_norm)
+  float* squares;        // [rows][n / 16]
+  float* logits;         // [rows][out_stride]
+  float* max_value;      // [rows][gridDim.x] or null
+  int* max_id;           // [rows][gridDim.x]: lowest n with that value
+  const int* n_rows;     // rows in use, on the device (State.rows), or null: `rows`. linear_m*: read for last_row only
+  int n_parts;           // 1 or 2
+  int n;                 // outputs; rows of weights beyond it are padding
+  int n_tiles;           // 16-row tiles of weights
+  int rows;              // rows of the pass (the captured width, the size of the prefill chunk)
+  int epilogue;          // Epilogue
+  int out_stride;
+  int tap_stride;
+  int last_row;          // 1: the only row is the last in use, n_rows - 1 of x; its output is row 0
+};
+static_assert(sizeof(LinearPart) == 48, "twin in Rust");
+static_assert(sizeof(LinearParams) == 216, "twin in Rust");
+
+// ---- norm.cu: norm_rows ----
+struct NormParams {
+  const bf16* x;       // [rows][x_stride]
+  const bf16* norm;    // [k] RMSNorm weight
+  bf16* normed;        // [rows][normed_stride]: bf16(x * norm)
+  float* inv;          // [rows]: 1 / sqrt(mean(x^2) + eps)
+  float* squares;      // [rows][k / 16] or null: for a linear_m* after it (the head on the last row)
+  const int* n_rows;   // as in LinearParams
+  int rows;
+  int k;               // multiple of 16
+  int x_stride;
+  int normed_stride;
+  float eps;
+  int pad;
+};
+static_assert(sizeof(NormParams) == 72, "twin in Rust");
+
+// ---- embed.cu: embed ----
+struct EmbedParams {
+  const uint4* table;   // re-tiled [vocab / 16][hidden / 32][2][32]
+  bf16* x;              // [rows][x_stride]
+  const bf16* next_norm; // [hidden] or null, normed [rows][x_stride], squares [rows][hidden / 16]: as in LinearParams
+  bf16* normed;
+  float* squares;
+  const int* tokens;    // row i is tokens[*start + offset + i] (start null: tokens[offset + i]); tokens null: row 0 is state->root, row i is
+                        // state->drafts[i - 1]
+  const int* start;
+  const State* state;
+  const int* n_rows;    // as in LinearParams
+  int rows;
+  int hidden;           // multiple of 16
+  int x_stride;
+  int offset;
+};
+static_assert(sizeof(EmbedParams) == 88, "twin in Rust");
+
+// ---- repack.cu ----
+enum SourceType : int { kSourceBf16 = 0, kSourceF16 = 1, kSourceF32 = 2 };
+enum RowOrder : int {
+  kRowsPlain = 0,  // source row i is weight row row_offset + i
+  kRowsGate = 1,   // source row i is row i % 8 of tile (row_offset + i) / 8
+  kRowsUp = 2,     // the same, rows 8..15 of the tile
+};
+// repack: rows of a checkpoint tensor into re-tiled weights. Rows from n_source_rows to `rows` are written as zeros (padding).
+struct RepackParams {
+  const void* source;   // [n_source_rows][source_stride]
+  uint4* weights;       // [..][k_blocks][2][32]
+  long long source_stride;
+  int source_type;      // SourceType
+  int order;            // RowOrder
+  int n_source_rows;
+  int rows;
+  int row_offset;
+  int k;                // columns; zeros are written up to k_blocks * 32
+  int k_blocks;
+  int pad;
+};
+static_assert(sizeof(RepackParams) == 56, "twin in Rust");
+// fill_random: element (n, k) = scale * uniform(seed, n * k_dim + k) in [-1, 1), or `scale` itself when constant is set; bf16.
+struct FillParams {
+  void* to;             // re-tiled [n_tiles][k_blocks][2][32] uint4 when retiled, else row-major [n][k] bf16
+  unsigned long long seed;
+  int n;
+  int k;
+  int retiled;
+  int constant;
+  float scale;
+  int pad;
+};
+static_assert(sizeof(FillParams) == 40, "twin in Rust");
+
+// ---- probe.cu: read_ceiling ----
+struct ReadParams {
+  const uint4* from;
+  unsigned long long n;  // 16-byte words
+  unsigned* sink;        // one word; written only if the sum is a value that it practically never is
+};
+static_assert(sizeof(ReadParams) == 24, "twin in Rust");
+
+// ---- attention.cu ----
+enum {
+  kAttentionStep = 64,            // positions whose scores share one maximum before they are folded
+  kAttentionNarrowEnd = 2048,     // chunks are 64 wide below, 256 up to kAttentionMiddleEnd, 1024 beyond
+  kAttentionMiddleEnd = 16384,
+  kAttentionMaxRows = 16          // of a decode or verify pass
+};
+// The chunks of the KV cache: the chunk of a position, and the first position of a chunk. Absolute, so that bits depend on the position alone.
+__host__ __device__ inline int attention_chunk_of(int position) {
+  return position < kAttentionNarrowEnd ? position / 64 : position < kAttentionMiddleEnd ? 32 + (position - kAttentionNarrowEnd) / 256 : 88 + (position - kAttentionMiddleEnd) / 1024;
+}
+__host__ __device__ inline int attention_chunk_begin(int chunk) {
+  return chunk < 32 ? chunk * 64 : chunk < 88 ? kAttentionNarrowEnd + (chunk - 32) * 256 : kAttentionMiddleEnd + (chunk - 88) * 1024;
+}
+// All attention kernels of a layer. Row i is at position *length + i, for i < min(*rows, max_rows); length + rows may not exceed capacity. Every element of
+// v_cache that has no position yet must be finite (zero it once).
+struct AttentionParams {
+  bf16* qkv;                      // [max_rows][(n_heads + 2 n_kv_heads) * head_dim] raw q | k | v; attention_rope turns q in place, decode only reads
+  bf16* out;                      // [max_rows][n_heads * head_dim]
+  bf16* k_cache;                  // [n_kv_heads][capacity][head_dim]
+  bf16* v_cache;                  // [n_kv_heads][head_dim][capacity]
+  const bf16* q_norm;             // [head_dim], or null: no norm
+  const bf16* k_norm;             // [head_dim], or null
+  const float* inv_freq;          // [head_dim / 2]
+  float* partials;                // decode: [n_kv_heads][gridDim.x][gridDim.z * columns of a block][head_dim + 2]; need not be initialised
+  unsigned* counters;             // decode: [n_kv_heads][gridDim.z], zero before the first launch, left zero
+  const int* length;              // rows in the cache before this pass
+  const int* rows;
+  int n_heads, n_kv_heads;        // of this rank
+  int capacity;                   // a multiple of 1024
+  int max_rows;                   // captured width: at most 16 for decode
+  float scale;                    // usually head_dim^-0.5
+  float rope_factor;              // of cos and sin; 1 but for yarn
+  float norm_eps;
+  int pad;
+};
+static_assert(sizeof(AttentionParams) == 120, "AttentionParams");
+
+// ---- draft.cu ----
+// All zero before the first launch; every launch leaves it so.
+struct DraftScratch {
+  unsigned long long best;
+  unsigned arrivals;
+  unsigned pad;
+};
+static_assert(sizeof(DraftScratch) == 16, "DraftScratch");
+
+// For draft_choose: grid (any number of blocks), 256 threads. One draft from one row of the drafter's logits.
+struct DraftParams {
+  const float* logits;             // [rows][stride]
+  State* state;
+  const SamplingParams* options;
+  DraftScratch* scratch;
+  const int* target_ids;           // [vocab], the target's id of each draft id, ascending; null: the same ids
+  int vocab;
+  int stride;
+  int row;                         // row of logits; -1: the row of the last emitted token, emitted - 1
+  int index;                       // which draft this is: 0, 1, ..
+  int n_drafts;                    // how many this graph makes; after the last State.n_drafts and rows are set
+  int pad;
+};
+static_assert(sizeof(DraftParams) == 64, "DraftParams");
+
+// For ngram_draft: grid (any number of blocks), 256 threads.
+struct NgramParams {
+  State* state;
+  const SamplingParams* options;
+  DraftScratch* scratch;
+  const int* history;              // [State.history_length]
+  unsigned long long* ring;        // the record of the last pass gets the match length
+  int min_n;                       // shortest suffix that counts, at least 1
+  int max_n;                       // longest that is looked for
+  int n_drafts;                    // most drafts, at most 16
+  int pad;
+};
+static_assert(sizeof(NgramParams) == 56, "NgramParams");

@@ -1,0 +1,154 @@
+// The only place with inline PTX: each instruction is a named function, with a twin for the CPU shim (shim/cuda_cpu.h) below it. Also here: what
+// nvcc and the shim spell differently (KERNEL, DYN_SMEM, bf16). Included first by every .cu file; reductions and layouts are in common.cuh.
+//
+// Programmatic dependent launch, the rules for every kernel: (1) issue the first weight loads, (2) pdl_launch_dependents, (3) pdl_wait, (4) touch
+// activations, KV, State. Before pdl_wait only weights and constants may be read and nothing may be written. Every thread of every block calls pdl_wait,
+// also in blocks without work: a successor takes "my predecessor is done" to mean "all before it are done". Activations are never read through
+// load_weights (ld.global.nc), __ldg, or a const __restrict__ pointer: the compiler may move such loads above the wait.
+#pragma once
+#ifdef CPU_SHIM
+#include "shim/cuda_cpu.h"
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+#define DYN_SMEM(type, name) extern __shared__ __align__(16) unsigned char dynamic_shared_memory[]; type* name = reinterpret_cast<type*>(dynamic_shared_memory)
+#define SHARED(type, name, ...) __shared__ __align__(16) type name __VA_ARGS__
+#endif
+// Shared memory: SHARED(float, partial, [8][32]); and, sized at launch, DYN_SMEM(uint4, ring).
+
+typedef __nv_bfloat16 bf16;
+
+// A kernel that Rust may ask for by name: KERNEL(linear_m8, LinearParams, 512) { linear<..>(p); }
+// Arguments after the params type are those of __launch_bounds__. Templates behind it live in an anonymous namespace.
+#ifdef CPU_SHIM
+#define CPU_FIRST(a, ...) a
+#define KERNEL(name, Params, ...)                                                                               \
+  extern "C" void name(const Params p);                                                                         \
+  static cpu::Register register_##name(#name, CPU_FIRST(__VA_ARGS__, 0), sizeof(Params), [](const void* a) { name(*static_cast<const Params*>(a)); }); \
+  extern "C" void name(const Params p)
+#else
+#define KERNEL(name, Params, ...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__) name(const __grid_constant__ Params p)
+#endif
+
+// ---- programmatic dependent launch ----
+__device__ __forceinline__ void pdl_launch_dependents() {
+#ifndef CPU_SHIM
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void pdl_wait() {
+#ifndef CPU_SHIM
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// threadIdx.x, read anew: for code after a long loop, so that what follows from it is not held in registers through the loop.
+__device__ __forceinline__ int thread_index_anew() {
+#ifdef CPU_SHIM
+  return threadIdx.x;
+#else
+  int r;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(r));
+  return r;
+#endif
+}
+
+// ---- loads and stores ----
+// 16 bytes of weights or constants, used once: not kept in L1. Legal before pdl_wait.
+__device__ __forceinline__ uint4 load_weights(const uint4* p) {
+#ifdef CPU_SHIM
+  return *p;
+#else
+  uint4 r;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
+  return r;
+#endif
+}
+// 16 bytes of constants that other warps or later tiles want too (norm weights): kept in L1. Legal before pdl_wait.
+__device__ __forceinline__ uint4 load_constants(const uint4* p) {
+#ifdef CPU_SHIM
+  return *p;
+#else
+  uint4 r;
+  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
+  return r;
+#endif
+}
+// 16 bytes of activations, coherent with what earlier kernels wrote; may be kept in L1. Only after pdl_wait.
+__device__ __forceinline__ uint4 load_activations(const uint4* p) {
+#ifdef CPU_SHIM
+  return *p;
+#else
+  uint4 r;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
+  return r;
+#endif
+}
+// Asks L2 for the line at p.
+__device__ __forceinline__ void prefetch_l2(const void* p) {
+#ifdef CPU_SHIM
+  (void)p;
+#else
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
+}
+// A word in pinned host memory, or one that another block polls: everything this thread wrote before is visible to who sees the word.
+__device__ __forceinline__ void store_release_system(unsigned* p, unsigned v) {
+#ifdef CPU_SHIM
+  *p = v;
+#else
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+#endif
+}
+
+// ---- cp.async: 16 bytes from global to shared, past the registers ----
+// `valid` false writes zeros and does not read `from`.
+__device__ __forceinline__ void copy_async(void* shared_to, const void* from, bool valid = true) {
+#ifdef CPU_SHIM
+  cpu::copy_async(shared_to, from, 16, valid ? 16 : 0);
+#else
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((unsigned)__cvta_generic_to_shared(shared_to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
+#endif
+}
+__device__ __forceinline__ void copy_async_commit() {
+#ifdef CPU_SHIM
+  cpu::commit_copies();
+#else
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// Waits until at most `left` of this thread's newest groups are under way. Other threads see the bytes after a barrier.
+template <int left> __device__ __forceinline__ void copy_async_wait() {
+#ifdef CPU_SHIM
+  cpu::wait_copies(left);
+#else
+  asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
+#endif
+}
+
+// ---- tensor cores ----
+// c[16x8] += a[16x16] b[16x8]. Lane 4g+t: a = rows g, g+8 at k 2t, 2t+1 (x, y) and 2t+8, 2t+9 (z, w); b = column g at the same k (b0, b1);
+// c[0..1] = row g, columns 2t, 2t+1; c[2..3] = row g+8. A column's bits depend on that column of b alone.
+__device__ __forceinline__ void mma_bf16(float (&c)[4], const uint4& a, unsigned b0, unsigned b1) {
+#ifdef CPU_SHIM
+  const uint32_t r[4] = {a.x, a.y, a.z, a.w};
+  cpu::mma_m16n8k16_bf16(c, r, b0, b1);
+#else
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+#endif
+}
+// Four 8x8 matrices of 16-bit elements from shared memory; lane l gives the address (16-byte aligned) of row l % 8 of matrix l / 8.
+template <bool transposed> __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* shared_row) {
+#ifdef CPU_SHIM
+  cpu::ldmatrix_x4(r, shared_row, transposed);
+#else
+  const unsigned at = (unsigned)__cvta_generic_to_shared(shared_row);
+  if constexpr (transposed)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+#endif
+}

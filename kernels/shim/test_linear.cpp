@@ -1,0 +1,304 @@
+// linear.cu, linear_prefill.cu, norm.cu, embed.cu, repack.cu against scalar references, and against each other to the bit: every variant, every width, and
+// prefill must give a row the same bits. Sizes are odd on purpose: K of 18, 3, 48 and 41 blocks, some no multiple of 32, N with tails.
+#include "../embed.cu"
+#include "../linear.cu"
+#include "../linear_prefill.cu"
+#include "../norm.cu"
+#include "../repack.cu"
+#include "../probe.cu"
+#include "test.h"
+
+namespace {
+struct Variant { const char* name; int tiles, columns, warps; };
+const Variant kVariants[] = {
+    {"linear_m8_t1_w8_a4", 1, 1, 8},   {"linear_m8_t2_w8_a2", 2, 1, 8},    {"linear_m8_t2_w8_a3", 2, 1, 8},   {"linear_m8_t1_w16_a1", 1, 1, 16},  {"linear_m8_t1_w16_a2", 1, 1, 16},
+    {"linear_m8_t1_w16_a3", 1, 1, 16}, {"linear_m8_t2_w16_a1", 2, 1, 16},  {"linear_m16_t1_w8_a2", 1, 2, 8},  {"linear_m16_t1_w16_a1", 1, 2, 16},
+};
+const Variant kTwo[] = {{"linear_two", 1, 2, 16}};
+struct PrefillVariant { const char* name; int n_tile, m_tile, threads, shared_bytes; };
+const PrefillVariant kPrefill[] = {
+    {"linear_prefill_128x128", 128, 128, 256, prefill_shared_bytes(128, 128)},
+    {"linear_prefill_64x64", 64, 64, 128, prefill_shared_bytes(64, 64)},
+};
+
+unsigned short segment_blocks(int k) { return segment_blocks_of(k_blocks_of(k)); }
+unsigned short n_segments(int k) { return (k_blocks_of(k) + segment_blocks(k) - 1) / segment_blocks(k); }
+// As linear_row.cuh documents it.
+float tile_squares(const bf16* x) {
+  float s[8];
+  for (int i = 0; i < 8; i++) s[i] = value(x[i]) * value(x[i]) + value(x[i + 8]) * value(x[i + 8]);
+  for (int n = 4; n; n /= 2) for (int i = 0; i < n; i++) s[i] = s[2 * i] + s[2 * i + 1];
+  return s[0];
+}
+
+// Row-major bf16 [n][k] to re-tiled, by the repack kernel.
+std::vector<uint4> retiled(const std::vector<bf16>& w, int n, int k) {
+  const int k_blocks = k_blocks_of(k), n_padded = (n + 15) / 16 * 16;
+  auto to = poisoned<uint4>((size_t)n_padded * k_blocks * 4);
+  RepackParams p{w.data(), to.data(), k, kSourceBf16, kRowsPlain, n, n_padded, 0, k, k_blocks, 0};
+  run("repack", dim3((k_blocks * 16 + 255) / 256, n_padded), 256, p);
+  return to;
+}
+
+// A linear with everything random; `case_` picks what is on.
+struct Problem {
+  int n, k[2], n_parts, epilogue, rows; bool norm, bias, tap, feeds;   // feeds: writes normed and squares of its output
+  int outputs, n_weights, n_tiles;   // outputs of a row; rows of the weight; tiles
+  std::vector<bf16> w[2], x[2], g[2], normed[2], bias_, residual, next_norm;
+  std::vector<float> squares[2];
+  std::vector<uint4> tiles[2];
+  std::vector<double> expected;   // [rows][outputs]
+  float eps = 1e-5f;
+
+  Problem(int n_, int k0, int k1, int epilogue_, int rows_, bool norm_, bool bias_on, uint32_t seed)
+      : n(n_), k{k0, k1}, n_parts(k1 ? 2 : 1), epilogue(epilogue_), rows(rows_), norm(norm_), bias(bias_on), tap(seed & 1) {
+    const bool gated = epilogue == kEpilogueSilu;
+    outputs = n; n_weights = gated ? 2 * n : n;
+    n_tiles = gated ? (n + 7) / 8 : (n + 15) / 16;
+    for (int i = 0; i < n_parts; i++) {
+      w[i] = rounded(numbers((size_t)n_weights * k[i], seed * 7 + i, 0.1f));
+      x[i] = rounded(numbers((size_t)rows * k[i], seed * 11 + i, 2.0f));
+      g[i] = rounded(numbers(k[i], seed * 13 + i));
+      if (norm) for (int m = 0; m < rows; m++) {
+        for (int c = 0; c < k[i]; c++) normed[i].push_back(__float2bfloat16(value(x[i][(size_t)m * k[i] + c]) * value(g[i][c])));
+        for (int c = 0; c < k[i]; c += 16) squares[i].push_back(tile_squares(&x[i][(size_t)m * k[i] + c]));
+      }
+      if (gated) {   // gate rows first, then up rows, as two checkpoint tensors
+        const int k_blocks = k_blocks_of(k[i]), padded = n_tiles * 8;
+        tiles[i] = poisoned<uint4>((size_t)n_tiles * k_blocks * 64);
+        for (int up = 0; up < 2; up++) {
+          RepackParams p{w[i].data() + (size_t)up * n * k[i], tiles[i].data(), k[i], kSourceBf16, up ? kRowsUp : kRowsGate, n, padded, 0, k[i], k_blocks, 0};
+          run("repack", dim3((k_blocks * 16 + 255) / 256, padded), 256, p);
+        }
+      } else tiles[i] = retiled(w[i], n, k[i]);
+    }
+    bias_ = rounded(numbers(n, seed * 17));
+    next_norm = rounded(numbers(n, seed * 23));
+    feeds = n % 16 == 0 && (epilogue == kEpilogueStore || epilogue == kEpilogueResidual);
+    residual = rounded(numbers((size_t)rows * n, seed * 19, 3.0f));
+    expected.resize((size_t)rows * outputs);
+    auto dot = [&](int m, int row) {
+      double y = 0;
+      for (int i = 0; i < n_parts; i++) {
+        double s = 0, ss = 0;
+        for (int c = 0; c < k[i]; c++) {
+          const float xv = value(x[i][(size_t)m * k[i] + c]), operand = norm ? value(__float2bfloat16(xv * value(g[i][c]))) : xv;
+          s += (double)value(w[i][(size_t)row * k[i] + c]) * operand; ss += (double)xv * xv;
+        }
+        y += norm ? s / std::sqrt(ss / k[i] + eps) : s;
+      }
+      return y;
+    };
+    for (int m = 0; m < rows; m++) for (int j = 0; j < outputs; j++) {
+      double y = dot(m, j);
+      if (gated) { const double up = dot(m, n + j); y = y / (1 + std::exp(-y)) * up; }
+      else if (bias) y += value(bias_[j]);
+      if (epilogue == kEpilogueResidual) y += value(residual[(size_t)m * n + j]);
+      expected[(size_t)m * outputs + j] = y;
+    }
+  }
+  LinearParams params() const {
+    LinearParams p{};
+    for (int i = 0; i < n_parts; i++) p.part[i] = {tiles[i].data(), norm ? normed[i].data() : x[i].data(), norm ? squares[i].data() : nullptr, nullptr, k[i], k[i], segment_blocks(k[i]), n_segments(k[i]), eps};
+    p.n_parts = n_parts; p.n = n; p.n_tiles = n_tiles; p.epilogue = epilogue; p.out_stride = outputs; p.tap_stride = outputs + 3;
+    p.bias = bias && epilogue != kEpilogueSilu ? bias_.data() : nullptr;
+    return p;
+  }
+};
+
+// What a launch wrote, as f32 [rows][outputs], with its maxima.
+struct Result { std::vector<float> y; std::vector<bf16> tap, normed; std::vector<float> squares; std::vector<float> max_value; std::vector<int> max_id; bool outside; };
+
+Result launch_rows(const Problem& q, const char* name, dim3 grid, unsigned threads, unsigned shared_bytes, LinearParams p, int rows, int first_row, int valid) {
+  Result r; const size_t count = (size_t)rows * q.outputs, guard = 64;
+  auto out = poisoned<bf16>(count + guard); auto logits = poisoned<float>(count + guard);
+  r.tap = poisoned<bf16>((size_t)rows * p.tap_stride);
+  r.max_value = poisoned<float>((size_t)rows * grid.x); r.max_id = poisoned<int>((size_t)rows * grid.x);
+  p.rows = rows;
+  for (int i = 0; i < q.n_parts; i++) { p.part[i].x += (size_t)first_row * p.part[i].x_stride; if (p.part[i].squares) p.part[i].squares += (size_t)first_row * (p.part[i].k / 16); }
+  std::vector<bf16> in_place(q.residual.begin() + (size_t)first_row * q.n, q.residual.begin() + (size_t)(first_row + rows) * q.n);
+  in_place.resize(count + guard, __float2bfloat16(7));
+  p.out = out.data(); p.logits = logits.data();
+  if (q.epilogue == kEpilogueResidual) { p.residual = in_place.data(); p.out = in_place.data(); }
+  if (q.tap) p.tap = r.tap.data();
+  const bool is_prefill = std::strstr(name, "prefill");
+  r.normed = poisoned<bf16>(count); r.squares = poisoned<float>((size_t)rows * (q.n / 16));
+  if (q.feeds && !is_prefill) { p.next_norm = q.next_norm.data(); p.normed = r.normed.data(); p.squares = r.squares.data(); }
+  if (q.epilogue == kEpilogueLogits && !is_prefill) { p.max_value = r.max_value.data(); p.max_id = r.max_id.data(); }
+  run(name, grid, threads, p, shared_bytes);
+  const bf16* from = p.out;
+  for (size_t i = 0; i < (size_t)valid * q.outputs; i++) r.y.push_back(q.epilogue == kEpilogueLogits ? logits[i] : value(from[i]));
+  r.outside = false;   // written beyond the rows in use?
+  for (size_t i = (size_t)valid * q.outputs; i < count + guard; i++)
+    r.outside |= q.epilogue == kEpilogueLogits ? logits[i] == logits[i] : q.epilogue == kEpilogueResidual ? value(from[i]) != (i < count ? value(q.residual[(size_t)first_row * q.n + i]) : 7.0f) : value(from[i]) == value(from[i]);
+  return r;
+}
+Result decode(const Problem& q, const Variant& v, int rows, int first_row, int blocks) {
+  const int n_groups = (q.n_tiles + v.tiles - 1) / v.tiles;
+  return launch_rows(q, v.name, dim3(std::min(blocks, n_groups)), v.warps * 32, 0, q.params(), rows, first_row, rows);
+}
+// The whole problem as one prefill chunk of `chunk` rows, of which q.rows are in use.
+Result prefill(const Problem& q, const PrefillVariant& v, int chunk, Problem& scratch) {
+  LinearParams p = q.params();
+  static std::vector<bf16> normed[2]; static std::vector<float> inv[2]; static int count; count = q.rows;
+  scratch = q;
+  for (int i = 0; i < q.n_parts; i++) {
+    scratch.x[i].resize((size_t)chunk * q.k[i], __ushort_as_bfloat16(0xffff)); p.part[i].x = scratch.x[i].data();
+    if (!q.norm) continue;
+    normed[i] = poisoned<bf16>((size_t)chunk * q.k[i]); inv[i] = poisoned<float>(chunk);
+    auto squares = poisoned<float>((size_t)chunk * (q.k[i] / 16));
+    NormParams n{scratch.x[i].data(), q.g[i].data(), normed[i].data(), inv[i].data(), squares.data(), &count, chunk, q.k[i], q.k[i], q.k[i], q.eps, 0};
+    run("norm_rows", dim3((chunk + 7) / 8), 256, n);
+    check(same_bits(normed[i].data(), q.normed[i].data(), q.normed[i].size()) && same_bits(squares.data(), q.squares[i].data(), q.squares[i].size()), "norm_rows: normed and squares (k %d)", q.k[i]);
+    p.part[i].x = normed[i].data(); p.part[i].inv = inv[i].data(); p.part[i].squares = nullptr;
+  }
+  scratch.residual.resize((size_t)chunk * q.n, __float2bfloat16(7));
+  p.n_rows = &count;
+  char name[64]; std::snprintf(name, sizeof name, "%s%s", v.name, q.n_parts > 1 ? "_two" : "");
+  return launch_rows(scratch, name, dim3((chunk + v.m_tile - 1) / v.m_tile, (q.n_tiles * 16 + v.n_tile - 1) / v.n_tile), v.threads, v.shared_bytes, p, chunk, 0, q.rows);
+}
+
+bool close(const Problem& q, const std::vector<float>& y, int first_row, const char* what) {
+  double worst = 0, xy = 0, xx = 0, yy = 0; size_t at = 0; bool finite = true;
+  const double bound = q.epilogue == kEpilogueLogits ? 2e-5 : 4.5e-3;   // f32 sums; bf16 rounding of the output is 2^-8
+  for (size_t i = 0; i < y.size(); i++) {
+    const double e = q.expected[(size_t)first_row * q.outputs + i], d = std::fabs(y[i] - e) / (0.5 + std::fabs(e));
+    if (!(d <= 1e30)) { finite = false; at = i; break; }
+    if (d > worst) { worst = d; at = i; }
+    xy += e * y[i]; xx += e * e; yy += (double)y[i] * y[i];
+  }
+  return check(finite && worst < bound && xy / std::sqrt(xx * yy) > 0.99999, "%s: n %d k %d+%d epilogue %d norm %d rows %zu: off by %.2e at row %zu output %zu (%g, expected %g)", what, q.n,
+               q.k[0], q.k[1], q.epilogue, q.norm, y.size() / q.outputs, worst, at / q.outputs, at % q.outputs, y[at], q.expected[(size_t)first_row * q.outputs + at]);
+}
+
+void check_problem(const Problem& q, const std::vector<int>& widths, bool all_variants) {
+  // One row at a time through one variant is what all else must equal.
+  std::vector<float> rows_alone;
+  for (int m = 0; m < q.rows; m++) {
+    const Result r = decode(q, q.n_parts > 1 ? kTwo[0] : kVariants[m % 7], 1, m, 3 + m);
+    rows_alone.insert(rows_alone.end(), r.y.begin(), r.y.end());
+  }
+  close(q, rows_alone, 0, "one row");
+  bool differ = true;
+  for (int m = 1; m < q.rows; m++) differ &= !same_bits(&rows_alone[0], &rows_alone[(size_t)m * q.outputs], q.outputs);
+  check(differ, "rows are pairwise different");
+  for (size_t v = 0; v < (q.n_parts > 1 ? std::size(kTwo) : std::size(kVariants)); v++) {
+    const Variant& variant = q.n_parts > 1 ? kTwo[v] : kVariants[v];
+    for (int width : widths) {
+      if (width > variant.columns * 8 || width > q.rows || (!all_variants && q.n_parts == 1 && (v + width) % 3)) continue;
+      const int first = q.rows - width, blocks = width % 2 ? 1000 : 2 + width % 5;   // one group a block, and persistent
+      const Result r = decode(q, variant, width, first, blocks);
+      check(same_bits(r.y.data(), &rows_alone[(size_t)first * q.outputs], r.y.size()) && !r.outside, "%s width %d: bits of one row at a time (n %d k %d+%d epilogue %d norm %d)", variant.name, width, q.n, q.k[0], q.k[1], q.epilogue, q.norm);
+      if (q.epilogue == kEpilogueResidual && q.tap) {
+        bool same = true;
+        for (int m = 0; m < width; m++) for (int j = 0; j < q.n; j++) same &= value(r.tap[(size_t)m * (q.outputs + 3) + j]) == r.y[(size_t)m * q.outputs + j];
+        check(same, "%s width %d: the tap equals the output", variant.name, width);
+      }
+      if (q.feeds) {
+        bool same = true;
+        for (int m = 0; m < width; m++) {
+          std::vector<bf16> row;
+          for (int j = 0; j < q.n; j++) { row.push_back(__float2bfloat16(r.y[(size_t)m * q.n + j])); same &= value(r.normed[(size_t)m * q.n + j]) == value(__float2bfloat16(value(row[j]) * value(q.next_norm[j]))); }
+          for (int j = 0; j < q.n; j += 16) same &= r.squares[m * (q.n / 16) + j / 16] == tile_squares(&row[j]);
+        }
+        check(same, "%s width %d: normed and squares of the output (n %d)", variant.name, width, q.n);
+      }
+      if (q.epilogue == kEpilogueLogits) {
+        const int n_blocks = std::min(blocks, (q.n_tiles + variant.tiles - 1) / variant.tiles);
+        for (int m = 0; m < width; m++) {
+          float best = -INFINITY; int id = 0x7fffffff, expected = 0;
+          for (int b = 0; b < n_blocks; b++) { const float x = r.max_value[m * n_blocks + b]; const int i = r.max_id[m * n_blocks + b]; if (x > best || (x == best && i < id)) { best = x; id = i; } }
+          for (int j = 1; j < q.n; j++) if (r.y[(size_t)m * q.n + j] > r.y[(size_t)m * q.n + expected]) expected = j;
+          check(id == expected && best == r.y[(size_t)m * q.n + expected], "%s width %d row %d: maximum is id %d, expected %d", variant.name, width, m, id, expected);
+        }
+      }
+    }
+  }
+  Problem scratch = q;
+  for (const PrefillVariant& v : kPrefill) {
+    if (v.n_tile == 128 && q.n_parts == 2) continue;
+    const Result r = prefill(q, v, q.rows + 5, scratch);
+    check(same_bits(r.y.data(), rows_alone.data(), rows_alone.size()) && !r.outside, "%s: bits of decode (n %d k %d+%d epilogue %d norm %d)", v.name, q.n, q.k[0], q.k[1], q.epilogue, q.norm);
+  }
+}
+
+void check_repack() {
+  const int n = 21, k = 40, k_blocks = 2;
+  const auto f = numbers((size_t)n * k, 5); const auto b = rounded(f);
+  std::vector<__half> h; for (float v : f) h.push_back(__float2half(v));
+  const void* source[] = {b.data(), h.data(), f.data()};
+  for (int type = 0; type < 3; type++) for (int offset : {0, 16, 19}) {
+    const int tiles = (n + offset + 15) / 16;
+    auto to = poisoned<uint4>((size_t)tiles * k_blocks * 64);
+    RepackParams p{source[type], to.data(), k, type, kRowsPlain, n, tiles * 16 - offset, offset, k, k_blocks, 0};
+    run("repack", dim3(1, p.rows), 256, p);
+    bool ok = true; const bf16* e = reinterpret_cast<const bf16*>(to.data());
+    for (int i = offset; i < tiles * 16; i++) for (int c = 0; c < 64; c++) {
+      const float want = i - offset < n && c < k ? type == kSourceF16 ? value(__float2bfloat16(__half2float(h[(i - offset) * k + c]))) : value(b[(i - offset) * k + c]) : 0;
+      ok &= value(e[retiled_index(i, c, k_blocks)]) == want;
+    }
+    check(ok, "repack source type %d, row offset %d", type, offset);
+  }
+  // Each index is hit once: the layout is a permutation.
+  std::vector<int> hits(48 * 96);
+  for (int i = 0; i < 48; i++) for (int c = 0; c < 96; c++) hits[retiled_index(i, c, 3)]++;
+  check(std::all_of(hits.begin(), hits.end(), [](int x) { return x == 1; }), "the re-tiled layout is a permutation");
+  // The same numbers, re-tiled or not; the right spread; padding is zero.
+  auto plain = poisoned<bf16>((size_t)n * k); auto tiled = poisoned<bf16>(32 * 64);
+  FillParams fp{plain.data(), 42, n, k, 0, 0, 0.5f, 0};
+  run("fill_random", dim3(2), 256, fp);
+  fp.to = tiled.data(); fp.retiled = 1;
+  run("fill_random", dim3(3), 256, fp);
+  bool same = true; double sum = 0, square = 0;
+  for (int i = 0; i < 32; i++) for (int c = 0; c < 64; c++) same &= value(tiled[retiled_index(i, c, 2)]) == (i < n && c < k ? value(plain[i * k + c]) : 0.0f);
+  for (bf16 v : plain) { sum += value(v); square += value(v) * value(v); }
+  check(same, "fill_random: re-tiled equals row-major, padding is zero");
+  check(std::fabs(sum / (n * k)) < 0.03 && std::fabs(square / (n * k) * 12 - 1) < 0.1, "fill_random: mean %g and variance %g of uniform(-0.5, 0.5)", sum / (n * k), square / (n * k));
+  unsigned sink = 0;
+  ReadParams rp{reinterpret_cast<const uint4*>(tiled.data()), 32 * 64 / 8, &sink};
+  run("read_ceiling", dim3(2), 64, rp);
+  check(sink == 0, "read_ceiling reads and writes nothing");
+}
+
+void check_embed() {
+  const int vocab = 100, hidden = 80, rows = 9;
+  const auto table = rounded(numbers((size_t)vocab * hidden, 9)); const auto tiles = retiled(table, vocab, hidden);
+  const int tokens[rows] = {0, 99, 17, 16, 15, 1, 64, 99, 8};
+  State state{}; state.root = 99; state.rows = 7;
+  for (int i = 0; i < 16; i++) state.drafts[i] = (i * 37 + 5) % vocab;
+  for (int from_list = 0; from_list < 2; from_list++) {
+    auto x = poisoned<bf16>((size_t)rows * 96), normed = x; auto squares = poisoned<float>(rows * 5); const auto norm = rounded(numbers(hidden, 3));
+    EmbedParams p{tiles.data(), x.data(), norm.data(), normed.data(), squares.data(), from_list ? tokens : nullptr, &state, &state.rows, rows, hidden, 96, 0};
+    run("embed", dim3(rows), 128, p);
+    bool ok = true;
+    for (int m = 0; m < state.rows; m++) {
+      for (int c = 0; c < hidden; c++) ok &= value(normed[m * 96 + c]) == value(__float2bfloat16(value(x[m * 96 + c]) * value(norm[c])));
+      for (int c = 0; c < hidden; c += 16) ok &= squares[m * 5 + c / 16] == tile_squares(&x[m * 96 + c]);
+    }
+    for (int m = 0; m < rows; m++) for (int c = 0; c < 96; c++) {
+      const int token = from_list ? tokens[m] : m == 0 ? state.root : state.drafts[m - 1];
+      const float v = value(x[m * 96 + c]);
+      ok &= m < state.rows && c < hidden ? v == value(table[(size_t)token * hidden + c]) : v != v;
+    }
+    check(ok, "embed, tokens from %s", from_list ? "a list" : "the state");
+  }
+}
+}  // namespace
+
+int main() {
+  const bool quick = std::getenv("SHIM_QUICK");
+  check_repack();
+  check_embed();
+  //                 n     k0   k1  epilogue           rows norm bias seed
+  check_problem(Problem(96, 576, 0, kEpilogueStore, 9, true, true, 1), {1, 2, 3, 5, 8, 9}, true);
+  check_problem(Problem(100, 96, 0, kEpilogueResidual, 9, false, true, 3), {1, 4, 7, 8, 9}, !quick);
+  check_problem(Problem(44, 576, 0, kEpilogueSilu, 8, true, false, 4), {2, 8}, !quick);
+  check_problem(Problem(72, 144, 272, kEpilogueStore, 9, true, false, 6), {3, 8, 9}, true);
+  if (quick) return finish("linear");
+  check_problem(Problem(1000, 96, 0, kEpilogueLogits, 16, true, false, 5), {1, 2, 8, 11, 16}, false);
+  check_problem(Problem(64, 1536, 0, kEpilogueResidual, 8, false, false, 8), {4, 8}, false);
+  check_problem(Problem(40, 1288, 0, kEpilogueLogits, 5, false, true, 9), {1, 5}, false);
+  check_problem(Problem(136, 64, 1536, kEpilogueResidual, 16, false, false, 11), {6, 8, 13, 16}, false);
+  check_problem(Problem(150, 192, 0, kEpilogueStore, 140, false, false, 12), {8}, false);   // more than one token tile
+  return finish("linear");
+}

@@ -1,0 +1,13 @@
+//! The embedded kernels: one fatbin per kernels/*.cu, made by build.rs.
+use crate::error::machine;
+use anyhow::Result;
+
+include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
+
+/// An error that says what was missing when this program was built without kernels.
+pub fn check() -> Result<()> {
+    if FATBINS.is_empty() {
+        return Err(machine(BUILT_WITH));
+    }
+    Ok(())
+}

@@ -1,0 +1,420 @@
+//! The kernel table: which kernel a Step becomes, with which params and grid. The GPU twin of cpu/reference.rs.
+//!
+//! One Step is one launch in a verify pass: who writes a row that will be normalised also writes it times the norm weight and its sums of
+//! squares (`norms` finds out for whom), so that a linear layer waits for nothing but its input. A prefill pass normalises in a kernel of
+//! its own and rotates queries before attention; its bits are the same.
+use super::device::{Gpu, Kernel, Launch, Memory, Params};
+use super::params::*;
+use super::weights::Matrix;
+use crate::model::config::Rope;
+use crate::model::plan::{Attention, BufferId, Epilogue, Linear, Pass, Plan, Step, MAX_WIDTH};
+use crate::model::weights::WeightId;
+use crate::state_offset;
+use anyhow::{bail, ensure, Context, Result};
+use bytemuck::Zeroable;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Every kernel, resolved at start.
+pub struct Kernels {
+    embed: Kernel,
+    norm_rows: Kernel,
+    linear: Vec<LinearVariant>,
+    linear_prefill: Kernel,
+    attention_decode: Vec<(usize, usize, Kernel)>, // head_dim, columns of a block
+    attention_rope: Vec<(usize, Kernel)>,
+    attention_prefill: Vec<(usize, Kernel)>,
+    sample_adjust: Kernel,
+    sample_cut: Kernel,
+    sample_choose: Kernel,
+    prefill_advance: Kernel,
+    pub repack: Kernel,
+    pub fill_random: Kernel,
+    pub read_ceiling: Kernel,
+}
+
+/// A skinny linear kernel: 8 * columns rows of the pass, `tiles` 16-row tiles of weights a block.
+struct LinearVariant {
+    columns: usize,
+    tiles: usize,
+    threads: u32,
+    kernel: Kernel,
+}
+
+/// Tile of linear_prefill: weight rows, tokens, threads.
+const PREFILL_TILE: (usize, usize, u32) = (64, 64, 128);
+/// prefill_shared_bytes of that tile.
+const PREFILL_SHARED: u32 = (4 * (64 / 16 * 64 + 64 * 4) * 16) as u32;
+
+impl Kernels {
+    pub fn load(gpu: &Gpu) -> Result<Kernels> {
+        let k = |name| gpu.kernel(name, 0);
+        let variant = |columns, tiles, threads, name| -> Result<LinearVariant> { Ok(LinearVariant { columns, tiles, threads, kernel: k(name)? }) };
+        Ok(Kernels {
+            embed: k("embed")?,
+            norm_rows: k("norm_rows")?,
+            linear: vec![
+                variant(1, 1, 512, "linear_m8_t1_w16_a2")?,
+                variant(1, 2, 512, "linear_m8_t2_w16_a1")?,
+                variant(2, 1, 512, "linear_m16_t1_w16_a1")?,
+            ],
+            linear_prefill: gpu.kernel("linear_prefill_64x64", PREFILL_SHARED)?,
+            attention_decode: vec![
+                (64, 16, k("attention_decode_64_16")?),
+                (64, 32, k("attention_decode_64_32")?),
+                (64, 64, k("attention_decode_64_64")?),
+                (128, 16, k("attention_decode_128_16")?),
+                (128, 32, k("attention_decode_128_32")?),
+                (128, 64, k("attention_decode_128_64")?),
+            ],
+            attention_rope: vec![(64, k("attention_rope_64")?), (128, k("attention_rope_128")?)],
+            attention_prefill: vec![(64, k("attention_prefill_64")?), (128, k("attention_prefill_128")?)],
+            sample_adjust: k("sample_adjust")?,
+            sample_cut: k("sample_cut")?,
+            sample_choose: k("sample_choose")?,
+            prefill_advance: k("prefill_advance")?,
+            repack: k("repack")?,
+            fill_random: k("fill_random")?,
+            read_ceiling: k("read_ceiling")?,
+        })
+    }
+}
+
+/// Where everything that a launch points at lives.
+pub struct Arena {
+    pub matrices: BTreeMap<WeightId, Matrix>,
+    /// Norm weights and biases, bf16.
+    pub vectors: BTreeMap<WeightId, u64>,
+    /// By buffer name.
+    pub buffers: BTreeMap<&'static str, Memory>,
+    /// Beside the buffers that are normalised: rows times norm weight, bf16, and sums of squares of each 16 columns, f32.
+    pub normed: BTreeMap<&'static str, Memory>,
+    pub squares: BTreeMap<&'static str, Memory>,
+    /// norm_rows of prefill: 1/rms [PREFILL_ROWS] f32.
+    pub inverse_rms: Memory,
+    /// Keys [layer][kv head][capacity][head_dim], values [layer][kv head][head_dim][capacity], bf16.
+    pub keys: Memory,
+    pub values: Memory,
+    pub capacity: usize,
+    pub inverse_frequencies: Memory,
+    pub rope_factor: f32,
+    pub attention_partials: Memory,
+    pub attention_counters: Memory,
+    pub state: Memory,
+    pub options: Memory,
+    pub sample_scratch: Memory,
+    pub sample_list: Memory,
+    pub counts: Memory,
+    pub bias: Memory,
+    pub history: Memory,
+    pub ring: u64,
+}
+
+impl Arena {
+    pub fn rotary(rope: &Rope, head_dim: usize, gpu: &Gpu) -> Result<(Memory, f32)> {
+        Ok((gpu.store(&rope.inverse_frequencies(head_dim))?, rope.attention_factor()))
+    }
+
+    fn state(&self, offset: usize) -> u64 {
+        self.state.at(offset)
+    }
+
+    fn buffer(&self, plan: &Plan, id: BufferId) -> u64 {
+        self.buffers[plan.buffer(id).name].at(0)
+    }
+}
+
+/// Columns (rows of the pass times heads of a group) that one attention block takes, for a pass of `rows`.
+fn attention_columns(rows: usize, group: usize) -> usize {
+    match rows * group {
+        0..=16 => 16,
+        17..=32 => 32,
+        _ => 64,
+    }
+}
+
+/// Floats of the attention partials that a pass of `rows` over `chunks` chunks writes.
+pub fn attention_partial_floats(rows: usize, n_heads: usize, n_kv_heads: usize, head_dim: usize, chunks: usize) -> usize {
+    let columns = attention_columns(rows, n_heads / n_kv_heads);
+    n_kv_heads * chunks * (rows * n_heads / n_kv_heads).div_ceil(columns) * columns * (head_dim + 2)
+}
+
+/// Who makes the normalised rows that the linear layers of a plan read.
+pub struct Norms {
+    /// By step: the norm weight that its output will be multiplied with.
+    next: Vec<Option<WeightId>>,
+    /// Inputs (step, input) whose rows nobody prepared: a kernel of its own does.
+    apart: BTreeSet<(usize, usize)>,
+}
+
+/// The last writer of a buffer prepares it for the first norm that reads it. A buffer that is read through two different norms, or written
+/// by something that cannot prepare, is normalised apart.
+pub fn norms(plan: &Plan) -> Norms {
+    let mut norms = Norms { next: vec![None; plan.steps.len()], apart: BTreeSet::new() };
+    let mut writer: BTreeMap<BufferId, usize> = BTreeMap::new();
+    for (i, step) in plan.steps.iter().enumerate() {
+        match step {
+            Step::Embed { out, .. } => {
+                writer.insert(*out, i);
+            }
+            Step::Linear(l) => {
+                for (j, input) in l.inputs.iter().enumerate() {
+                    let Some(norm) = input.norm else { continue };
+                    let whole = input.column == 0 && input.dim == plan.buffer(input.x).dim;
+                    match writer.get(&input.x) {
+                        Some(&w) if whole && norms.next[w].is_none_or(|n| n == norm) => norms.next[w] = Some(norm),
+                        _ => {
+                            norms.apart.insert((i, j));
+                        }
+                    }
+                }
+                match l.epilogue {
+                    Epilogue::Store { out } | Epilogue::Residual { x: out, .. } => {
+                        writer.insert(out, i);
+                    }
+                    Epilogue::SiluMul { .. } | Epilogue::Partial { .. } | Epilogue::Logits { .. } => {}
+                }
+            }
+            Step::AllReduce { x: out, .. } | Step::Norm { out, .. } | Step::Select { out, .. } => {
+                writer.remove(out);
+            }
+            Step::Attention(_) | Step::Accept { .. } | Step::DraftToken { .. } => {}
+        }
+    }
+    norms
+}
+
+/// A pass being launched: on the stream, or into a capture.
+pub struct Launcher<'a> {
+    pub gpu: &'a Gpu,
+    pub kernels: &'a Kernels,
+    pub arena: &'a Arena,
+    pub plan: &'a Plan,
+    pub norms: &'a Norms,
+    /// KV chunks that the pass covers: its positions are below the end of the last.
+    pub chunks: usize,
+}
+
+impl Launcher<'_> {
+    pub fn run(&self) -> Result<()> {
+        for (i, step) in self.plan.steps.iter().enumerate() {
+            self.step(i).with_context(|| format!("step {}", step.name()))?;
+        }
+        if let Pass::Prefill { .. } = self.plan.pass {
+            let params = AdvanceParams { state: self.arena.state(0), ring: self.arena.ring };
+            self.launch(&self.kernels.prefill_advance, (1, 1, 1), 32, 0, &params)?;
+        }
+        Ok(())
+    }
+
+    /// Launches step number `i`; the order is that of `Step`.
+    pub fn step(&self, i: usize) -> Result<()> {
+        match &self.plan.steps[i] {
+            Step::Embed { table, out, dim, .. } => self.embed(i, *table, *out, *dim),
+            Step::Linear(linear) => self.linear(i, linear),
+            Step::Attention(attention) => self.attention(attention),
+            Step::Accept { logits, vocab } => self.accept(*logits, *vocab),
+            Step::AllReduce { .. } | Step::Norm { .. } | Step::Select { .. } | Step::DraftToken { .. } => {
+                bail!("no kernel for it yet")
+            }
+        }
+    }
+
+    fn rows(&self) -> usize {
+        self.plan.rows()
+    }
+
+    fn launch<P: Params>(&self, kernel: &Kernel, grid: (usize, usize, usize), block: u32, shared: u32, params: &P) -> Result<()> {
+        let grid = (grid.0 as u32, grid.1 as u32, grid.2 as u32);
+        self.gpu.launch(kernel, Launch { grid, block, shared, early: true }, params)
+    }
+
+    fn prefills(&self) -> bool {
+        self.rows() > MAX_WIDTH
+    }
+
+    /// For a step that writes `out`: next norm weight, normed and squares, or zeros.
+    fn prepared(&self, step: usize, out: BufferId) -> (u64, u64, u64) {
+        let name = self.plan.buffer(out).name;
+        match self.norms.next[step] {
+            Some(norm) if !self.prefills() => (self.arena.vectors[&norm], self.arena.normed[name].at(0), self.arena.squares[name].at(0)),
+            _ => (0, 0, 0),
+        }
+    }
+
+    fn embed(&self, step: usize, table: WeightId, out: BufferId, dim: usize) -> Result<()> {
+        let (next_norm, normed, squares) = self.prepared(step, out);
+        let prefill = matches!(self.plan.pass, Pass::Prefill { .. });
+        let params = EmbedParams {
+            table: self.arena.matrices[&table].parts[0].at,
+            x: self.arena.buffer(self.plan, out),
+            next_norm,
+            normed,
+            squares,
+            tokens: if prefill { self.arena.history.at(0) } else { 0 },
+            start: self.arena.state(state_offset!(length)),
+            state: self.arena.state(0),
+            n_rows: self.arena.state(state_offset!(rows)),
+            rows: self.rows() as i32,
+            hidden: dim as i32,
+            x_stride: dim as i32,
+            offset: 0,
+        };
+        self.launch(&self.kernels.embed, (self.rows(), 1, 1), 128, 0, &params)
+    }
+
+    fn linear(&self, step: usize, linear: &Linear) -> Result<()> {
+        let (plan, arena) = (self.plan, self.arena);
+        let rows = self.rows();
+        let matrix = &arena.matrices[&linear.weight];
+        ensure!(linear.inputs.len() <= 2 && linear.inputs.len() == matrix.parts.len(), "{} inputs", linear.inputs.len());
+        let mut part = [LinearPart::zeroed(); 2];
+        for (i, input) in linear.inputs.iter().enumerate() {
+            let k_blocks = input.dim.div_ceil(32);
+            let segment_blocks = k_blocks.div_ceil(32);
+            let buffer = plan.buffer(input.x);
+            part[i] = LinearPart {
+                weights: matrix.parts[i].at,
+                x: arena.buffer(plan, input.x) + 2 * input.column as u64,
+                squares: 0,
+                inv: 0,
+                k: input.dim as i32,
+                x_stride: buffer.dim as i32,
+                segment_blocks: segment_blocks as u16,
+                n_segments: k_blocks.div_ceil(segment_blocks) as u16,
+                eps: plan.norm_eps,
+            };
+            let Some(norm) = input.norm else { continue };
+            let (normed, squares) = (arena.normed[buffer.name].at(0), arena.squares[buffer.name].at(0));
+            if self.prefills() || self.norms.apart.contains(&(step, i)) {
+                let params = NormParams {
+                    x: part[i].x,
+                    norm: arena.vectors[&norm],
+                    normed,
+                    inv: arena.inverse_rms.at(0),
+                    squares,
+                    n_rows: arena.state(state_offset!(rows)),
+                    rows: rows as i32,
+                    k: input.dim as i32,
+                    x_stride: part[i].x_stride,
+                    normed_stride: input.dim as i32,
+                    eps: plan.norm_eps,
+                    pad: 0,
+                };
+                self.launch(&self.kernels.norm_rows, (rows.div_ceil(2), 1, 1), 256, 0, &params)?;
+                part[i].inv = params.inv;
+            }
+            part[i].x = normed;
+            part[i].x_stride = input.dim as i32;
+            part[i].squares = squares;
+        }
+        let mut params = LinearParams {
+            part,
+            bias: linear.bias.map_or(0, |id| arena.vectors[&id]),
+            n_rows: arena.state(state_offset!(rows)),
+            n_parts: linear.inputs.len() as i32,
+            n: linear.n as i32,
+            n_tiles: matrix.n_tiles as i32,
+            rows: rows as i32,
+            epilogue: EPILOGUE_STORE,
+            ..LinearParams::zeroed()
+        };
+        let out = match &linear.epilogue {
+            Epilogue::Store { out } | Epilogue::Partial { out } => *out,
+            Epilogue::SiluMul { out } => {
+                params.epilogue = EPILOGUE_SILU;
+                params.n = (linear.n / 2) as i32;
+                *out
+            }
+            Epilogue::Residual { x, tap } => {
+                params.epilogue = EPILOGUE_RESIDUAL;
+                params.residual = arena.buffer(plan, *x);
+                if let Some(tap) = tap {
+                    params.tap = arena.buffer(plan, tap.out) + 2 * tap.column as u64;
+                    params.tap_stride = plan.buffer(tap.out).dim as i32;
+                }
+                *x
+            }
+            Epilogue::Logits { out } => {
+                params.epilogue = EPILOGUE_LOGITS;
+                params.logits = arena.buffer(plan, *out);
+                *out
+            }
+        };
+        params.out = arena.buffer(plan, out);
+        params.out_stride = plan.buffer(out).dim as i32;
+        (params.next_norm, params.normed, params.squares) = self.prepared(step, out);
+        if self.prefills() {
+            let (n, m, threads) = PREFILL_TILE;
+            let grid = (rows.div_ceil(m), matrix.n_tiles.div_ceil(n / 16), 1);
+            return self.launch(&self.kernels.linear_prefill, grid, threads, PREFILL_SHARED, &params);
+        }
+        // Two tiles a block where there are enough of them to fill the GPU.
+        let columns = rows.div_ceil(8);
+        let tiles = if columns == 1 && matrix.n_tiles >= 8 * self.gpu.info().n_sms { 2 } else { 1 };
+        let variant = self.kernels.linear.iter().find(|v| v.columns == columns && v.tiles == tiles).context("no variant")?;
+        let groups = matrix.n_tiles.div_ceil(tiles);
+        self.launch(&variant.kernel, (groups.min(2 * self.gpu.info().n_sms), 1, 1), variant.threads, 0, &params)
+    }
+
+    fn attention(&self, a: &Attention) -> Result<()> {
+        let (plan, arena) = (self.plan, self.arena);
+        let rows = self.rows();
+        let layer_bytes = 2 * a.n_kv_heads * arena.capacity * a.head_dim;
+        let params = AttentionParams {
+            qkv: arena.buffer(plan, a.qkv),
+            out: arena.buffer(plan, a.out),
+            k_cache: arena.keys.at(a.layer * layer_bytes),
+            v_cache: arena.values.at(a.layer * layer_bytes),
+            q_norm: a.q_norm.map_or(0, |id| arena.vectors[&id]),
+            k_norm: a.k_norm.map_or(0, |id| arena.vectors[&id]),
+            inv_freq: arena.inverse_frequencies.at(0),
+            partials: arena.attention_partials.at(0),
+            counters: arena.attention_counters.at(0),
+            length: arena.state(state_offset!(length)),
+            rows: arena.state(state_offset!(rows)),
+            n_heads: a.n_heads as i32,
+            n_kv_heads: a.n_kv_heads as i32,
+            capacity: arena.capacity as i32,
+            max_rows: rows as i32,
+            scale: 1.0 / (a.head_dim as f32).sqrt(),
+            rope_factor: arena.rope_factor,
+            norm_eps: plan.norm_eps,
+            pad: 0,
+        };
+        let group = a.n_heads / a.n_kv_heads;
+        let missing = || format!("no attention kernel for head_dim {}: expected 64 or 128", a.head_dim);
+        if rows > MAX_WIDTH {
+            let rope = self.kernels.attention_rope.iter().find(|k| k.0 == a.head_dim).with_context(missing)?;
+            self.launch(&rope.1, (rows.div_ceil(32), a.n_heads + 2 * a.n_kv_heads, 1), 256, 0, &params)?;
+            let attend = self.kernels.attention_prefill.iter().find(|k| k.0 == a.head_dim).with_context(missing)?;
+            return self.launch(&attend.1, ((rows * group).div_ceil(64), a.n_kv_heads, 1), 128, 0, &params);
+        }
+        let columns = attention_columns(rows, group);
+        let kernel = self.kernels.attention_decode.iter().find(|k| k.0 == a.head_dim && k.1 == columns).with_context(missing)?;
+        self.launch(&kernel.2, (self.chunks, a.n_kv_heads, (rows * group).div_ceil(columns)), 256, 0, &params)
+    }
+
+    fn accept(&self, logits: BufferId, vocab: usize) -> Result<()> {
+        let arena = self.arena;
+        let params = SampleParams {
+            logits: arena.buffer(self.plan, logits),
+            state: arena.state(0),
+            options: arena.options.at(0),
+            scratch: arena.sample_scratch.at(0),
+            list: arena.sample_list.at(0),
+            counts: arena.counts.at(0),
+            bias: arena.bias.at(0),
+            history: arena.history.at(0),
+            ring: arena.ring,
+            vocab: vocab as i32,
+            stride: self.plan.buffer(logits).dim as i32,
+            prefill: 0,
+            pad: 0,
+        };
+        let grid = (vocab.div_ceil(SAMPLE_SLICE), self.rows(), 1);
+        for kernel in [&self.kernels.sample_adjust, &self.kernels.sample_cut, &self.kernels.sample_choose] {
+            self.launch(kernel, grid, 256, 0, &params)?;
+        }
+        Ok(())
+    }
+}

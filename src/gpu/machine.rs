@@ -1,0 +1,443 @@
+//! The CUDA backend: everything allocated and captured at start, then one graph replay per pass.
+//!
+//! The sequence lives in device memory (params.rs, State); the host queues passes and reads their records from a ring in pinned memory. What
+//! a pass launches is kernels.rs; weights come from weights.rs.
+use super::device::{Gpu, Graph, Pinned};
+use super::kernels::{attention_partial_floats, norms, Arena, Kernels, Launcher, Norms};
+use super::params::*;
+use super::weights::{Layout, Source};
+use crate::decode::policy::Costs;
+use crate::decode::{Backend, Counters, End, Limits, Record, Sampling};
+use crate::error::{internal, machine};
+use crate::model::config::Config;
+use crate::model::plan::{self, BufferKind, Pass, Plan, Ranks, Step, Storage, MAX_WIDTH, PREFILL_ROWS};
+use anyhow::{bail, Context, Result};
+use bytemuck::Zeroable;
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
+
+/// What the GPU stores: bf16 weights, bf16 keys and values.
+pub const STORAGE: Storage = Storage { weight: 2, kv: 2 };
+
+/// Widths of the verify graphs: plain decode, every number of drafts, and the widest.
+pub const WIDTHS: [usize; 9] = [1, 2, 3, 4, 5, 6, 7, 8, 16];
+
+/// A pass that gives no record for this long has hung.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+pub struct Options {
+    pub context: usize,
+    /// Stop instead of running eagerly when a capture fails.
+    pub require_graphs: bool,
+    /// For tests: captures of these passes fail.
+    pub fail_capture: fn(Pass) -> bool,
+}
+
+pub struct Machine {
+    // Graphs go before the memory that their kernels point at.
+    graphs: BTreeMap<(Pass, usize), Option<Graph>>,
+    plans: BTreeMap<Pass, (Plan, Norms)>,
+    config: Config,
+    context: usize,
+    kernels: Kernels,
+    arena: Arena,
+    _weights: super::device::Memory,
+    ring: Pinned<u64>,
+    staging: Pinned<u8>,
+    row_counts: Pinned<i32>,
+    gpu: Gpu,
+    /// Context buckets in KV chunks, ascending; the last covers the capacity.
+    buckets: Vec<usize>,
+    /// Passes queued since start; the record of pass n carries n.
+    passes: u32,
+    /// Numbers and widths of verify passes whose record was not read.
+    queued: VecDeque<(u32, usize)>,
+    /// Rows in the cache when all that was read is counted.
+    length: usize,
+    counters: Counters,
+    pub timings: StartTimings,
+}
+
+/// Milliseconds of the start, for `-v`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StartTimings {
+    pub weights_ms: f64,
+    pub capture_ms: f64,
+    pub n_graphs: usize,
+    pub weight_bytes: usize,
+    pub kv_bytes: usize,
+    pub other_bytes: usize,
+}
+
+impl Machine {
+    pub fn new(gpu: Gpu, config: Config, source: Source, options: &Options, progress: &mut dyn FnMut(usize, usize)) -> Result<Machine> {
+        let ranks = Ranks::ONE;
+        let passes = WIDTHS.map(|width| Pass::Verify { width }).into_iter().chain(PREFILL_ROWS.map(|rows| Pass::Prefill { rows }));
+        let mut plans = BTreeMap::new();
+        for pass in passes {
+            let plan = plan::target(&config, pass, ranks, &[])?;
+            let norms = norms(&plan);
+            plans.insert(pass, (plan, norms));
+        }
+        if config.head_dim != 64 && config.head_dim != 128 {
+            bail!("head_dim {}: the GPU backend has attention kernels for 64 and 128; use --device cpu", config.head_dim);
+        }
+        let capacity = (options.context + 2 * MAX_WIDTH).next_multiple_of(1024);
+        let kv = plans[&Pass::Verify { width: 1 }].0.kv;
+        let kv_bytes = kv.n_layers * kv.n_kv_heads * kv.head_dim * capacity * 2;
+        let verify = &plans[&Pass::Verify { width: MAX_WIDTH }].0;
+        let layout = Layout::of(&[verify], config.tied);
+
+        let rows = PREFILL_ROWS[PREFILL_ROWS.len() - 1];
+        let mut buffer_bytes: BTreeMap<&'static str, usize> = BTreeMap::new();
+        for buffer in plans.values().flat_map(|p| &p.0.buffers) {
+            let element = if buffer.kind == BufferKind::Logits { 4 } else { 2 };
+            let bytes = buffer_bytes.entry(buffer.name).or_default();
+            *bytes = (*bytes).max(buffer.rows * buffer.dim * element);
+        }
+        // Buffers that some linear layer reads through a norm.
+        let mut normed_dims: BTreeMap<&'static str, usize> = BTreeMap::new();
+        for (plan, _) in plans.values() {
+            for step in &plan.steps {
+                let Step::Linear(linear) = step else { continue };
+                let normed = linear.inputs.iter().filter(|i| i.norm.is_some());
+                normed_dims.extend(normed.map(|i| (plan.buffer(i.x).name, plan.buffer(i.x).dim)));
+            }
+        }
+        if let Some((name, dim)) = normed_dims.iter().find(|(_, dim)| *dim % 16 != 0) {
+            bail!("{name} of {dim}: the GPU backend needs normalised rows of a multiple of 16; use --device cpu");
+        }
+        let normed_bytes: usize = normed_dims.values().map(|dim| rows * (2 * dim + dim / 4)).sum();
+        let chunks = attention_chunks(capacity);
+        let partials =
+            WIDTHS.map(|w| attention_partial_floats(w, config.n_heads, config.n_kv_heads, config.head_dim, chunks) * 4).into_iter().max();
+        let partials = partials.expect("there are widths");
+        let other = buffer_bytes.values().sum::<usize>() + normed_bytes + rows * 4 + partials + SAMPLE_SCRATCH_BYTES
+            + config.vocab * (MAX_WIDTH * 8 + 8) + 4 * capacity;
+        let needed = layout.bytes() + 2 * kv_bytes + other + (128 << 20);
+        let (free, total) = gpu.memory()?;
+        if needed > free {
+            let gb = |n: usize| n as f64 / 1e9;
+            return Err(machine(format!(
+                "{}: {:.1} GB are needed (weights {:.1}, cache for {} tokens {:.1}, work {:.1}), {:.1} of {:.1} GB are free: use a smaller --context, or another GPU",
+                gpu.info().name, gb(needed), gb(layout.bytes()), options.context, gb(2 * kv_bytes), gb(other), gb(free), gb(total)
+            )));
+        }
+        let mut timings = StartTimings { weight_bytes: layout.bytes(), kv_bytes: 2 * kv_bytes, other_bytes: other, ..Default::default() };
+
+        let kernels = Kernels::load(&gpu)?;
+        let start = Instant::now();
+        let placed = layout.place(&gpu, &kernels, source, progress)?;
+        timings.weights_ms = start.elapsed().as_secs_f64() * 1e3;
+        let mut buffers = BTreeMap::new();
+        for (name, bytes) in buffer_bytes {
+            buffers.insert(name, gpu.allocate(bytes)?);
+        }
+        let (mut normed, mut squares) = (BTreeMap::new(), BTreeMap::new());
+        for (name, dim) in normed_dims {
+            normed.insert(name, gpu.allocate(rows * dim * 2)?);
+            squares.insert(name, gpu.allocate(rows * dim / 16 * 4)?);
+        }
+        let (inverse_frequencies, rope_factor) = Arena::rotary(&config.rope, config.head_dim, &gpu)?;
+        let ring = gpu.pinned(RECORDS * RECORD_WORDS)?;
+        let arena = Arena {
+            matrices: placed.matrices,
+            vectors: placed.vectors,
+            buffers,
+            normed,
+            squares,
+            inverse_rms: gpu.allocate(rows * 4)?,
+            keys: gpu.allocate(kv_bytes)?,
+            values: gpu.allocate(kv_bytes)?,
+            capacity,
+            inverse_frequencies,
+            rope_factor,
+            attention_partials: gpu.allocate(partials)?,
+            attention_counters: gpu.allocate(4 * config.n_kv_heads * MAX_WIDTH * config.n_heads)?,
+            state: gpu.allocate(std::mem::size_of::<State>())?,
+            options: gpu.allocate(std::mem::size_of::<SamplingParams>())?,
+            sample_scratch: gpu.allocate(SAMPLE_SCRATCH_BYTES)?,
+            sample_list: gpu.allocate(MAX_WIDTH * config.vocab * 8)?,
+            counts: gpu.allocate(4 * config.vocab)?,
+            bias: gpu.allocate(4 * config.vocab)?,
+            history: gpu.allocate(4 * capacity)?,
+            ring: ring.device(),
+        };
+        let mut buckets: Vec<usize> = [2048, 16384].into_iter().filter(|&n| n < capacity).map(attention_chunks).collect();
+        buckets.push(chunks);
+        let mut machine = Machine {
+            graphs: BTreeMap::new(),
+            plans,
+            context: options.context,
+            kernels,
+            arena,
+            _weights: placed.memory,
+            ring,
+            staging: gpu.pinned((4 * capacity).max(4 * config.vocab).max(1024))?,
+            row_counts: gpu.pinned(4)?,
+            gpu,
+            config,
+            buckets,
+            passes: 0,
+            queued: VecDeque::new(),
+            length: 0,
+            counters: Counters::default(),
+            timings,
+        };
+        machine.capture(options)?;
+        Ok(machine)
+    }
+
+    /// Every graph, after one eager run of every pass: first launches load code and must not fall into a capture.
+    fn capture(&mut self, options: &Options) -> Result<()> {
+        let start = Instant::now();
+        self.set_state(&State { done: 1, rows: 1, ..State::zeroed() })?;
+        let last = *self.buckets.last().expect("never empty");
+        let passes: Vec<Pass> = self.plans.keys().copied().collect();
+        for &pass in &passes {
+            self.launcher(pass, last).run()?;
+            self.passes += 1;
+        }
+        self.gpu.synchronize()?;
+        for pass in passes {
+            // Only decode attention has a grid that depends on the context.
+            let decode = self.plans[&pass].0.rows() <= MAX_WIDTH;
+            for chunks in if decode { self.buckets.clone() } else { vec![last] } {
+                let launcher = self.launcher(pass, chunks);
+                let captured = if (options.fail_capture)(pass) {
+                    Err(anyhow::anyhow!("refused by the test"))
+                } else {
+                    self.gpu.capture(|| launcher.run())
+                };
+                let graph = match captured {
+                    Ok(graph) => Some(graph),
+                    Err(e) if options.require_graphs => return Err(machine(format!("the graph of {pass:?} was not captured: {e:#}"))),
+                    Err(e) => {
+                        eprintln!("warning: the graph of {pass:?} was not captured ({e:#}); it runs launch by launch, with the same tokens");
+                        None
+                    }
+                };
+                self.graphs.insert((pass, chunks), graph);
+            }
+        }
+        self.timings.capture_ms = start.elapsed().as_secs_f64() * 1e3;
+        self.timings.n_graphs = self.graphs.len();
+        Ok(())
+    }
+
+    fn launcher(&self, pass: Pass, chunks: usize) -> Launcher<'_> {
+        Launcher { gpu: &self.gpu, kernels: &self.kernels, arena: &self.arena, plan: &self.plans[&pass].0, norms: &self.plans[&pass].1, chunks }
+    }
+
+    /// Queues a pass that ends at position `end`.
+    fn queue(&mut self, pass: Pass, end: usize) -> Result<()> {
+        let last = *self.buckets.last().expect("never empty");
+        let decode = self.plans[&pass].0.rows() <= MAX_WIDTH;
+        let chunks = if decode { *self.buckets.iter().find(|&&b| b >= attention_chunks(end)).unwrap_or(&last) } else { last };
+        match &self.graphs[&(pass, chunks)] {
+            Some(graph) => self.gpu.replay(graph)?,
+            None => {
+                self.launcher(pass, chunks).run()?;
+                self.counters.eager += 1;
+            }
+        }
+        self.passes = self.passes.wrapping_add(1);
+        Ok(())
+    }
+
+    /// Writes the whole device state; `pass` continues the host's count. The stream must be idle.
+    fn set_state(&mut self, state: &State) -> Result<()> {
+        let state = State { pass: self.passes, ..*state };
+        self.stage(&[state], self.arena.state.at(0))
+    }
+
+    /// Copies through pinned memory and waits.
+    fn stage<T: bytemuck::NoUninit>(&mut self, data: &[T], to: u64) -> Result<()> {
+        let bytes: &[u8] = bytemuck::cast_slice(data);
+        self.staging.slice_mut()[..bytes.len()].copy_from_slice(bytes);
+        self.gpu.upload(&self.staging.slice_mut()[..bytes.len()], to)?;
+        self.gpu.synchronize()
+    }
+
+    /// Waits for word `word` of the record of pass `pass`.
+    fn word(&self, pass: u32, word: usize) -> Result<u32> {
+        let at = (pass as usize % RECORDS) * RECORD_WORDS + word;
+        let start = Instant::now();
+        loop {
+            let value = self.ring.read(at);
+            if (value >> 32) as u32 == pass {
+                return Ok(value as u32);
+            }
+            let waited = start.elapsed();
+            if waited > PATIENCE {
+                self.gpu.synchronize()?;
+                return Err(machine(format!("{} gave no result of pass {pass} in {} s", self.gpu.info().name, PATIENCE.as_secs())));
+            }
+            // A pass takes tens of microseconds at least: after a short spin the core is given back.
+            if waited > Duration::from_micros(50) {
+                std::thread::sleep(Duration::from_micros(10));
+            } else {
+                std::hint::spin_loop();
+            }
+        }
+    }
+
+    /// Logits of the first `rows` rows of the last verify pass, [rows, vocab]; waits for it.
+    pub fn logits(&self, rows: usize) -> Result<Vec<f32>> {
+        self.gpu.download(self.arena.buffers["logits"].at(0), rows * self.config.vocab)
+    }
+
+    /// Keys and values of all layers as stored, bf16 bits; waits for the stream.
+    pub fn kv(&self) -> Result<(Vec<u16>, Vec<u16>)> {
+        let n = self.arena.keys.bytes() / 2;
+        Ok((self.gpu.download(self.arena.keys.at(0), n)?, self.gpu.download(self.arena.values.at(0), n)?))
+    }
+
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    pub fn plan(&self, pass: Pass) -> &Plan {
+        &self.plans[&pass].0
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        // Nothing may be running when memory goes; an error was reported where it happened.
+        let _ = self.gpu.synchronize();
+    }
+}
+
+impl Backend for Machine {
+    fn context(&self) -> usize {
+        self.context
+    }
+
+    fn vocab(&self) -> usize {
+        self.config.vocab
+    }
+
+    fn prefill_rows(&self) -> usize {
+        PREFILL_ROWS[PREFILL_ROWS.len() - 1]
+    }
+
+    fn queue_depth(&self) -> usize {
+        2
+    }
+
+    fn begin(&mut self, prompt: &[u32], keep: usize, sampling: &Sampling, limits: &Limits) -> Result<()> {
+        self.gpu.synchronize()?;
+        let mut counts = vec![0u32; self.config.vocab];
+        prompt.iter().for_each(|&id| counts[id as usize] = IN_PROMPT);
+        self.stage(&counts, self.arena.counts.at(0))?;
+        let history: Vec<i32> = prompt.iter().map(|&id| id as i32).collect();
+        self.stage(&history, self.arena.history.at(0))?;
+        if !sampling.logit_bias.is_empty() {
+            let mut bias = vec![0f32; self.config.vocab];
+            sampling.logit_bias.iter().for_each(|&(id, x)| bias[id as usize] += x);
+            self.stage(&bias, self.arena.bias.at(0))?;
+        }
+        let mut options = SamplingParams {
+            seed: sampling.seed,
+            top_p: (sampling.top_p as f64 * 4294967296.0).round() as u64,
+            temperature: sampling.temperature,
+            min_z: sampling.min_p.ln(),
+            top_k: sampling.top_k.min(self.config.vocab) as i32,
+            repetition_penalty: sampling.repetition_penalty,
+            presence_penalty: sampling.presence_penalty,
+            frequency_penalty: sampling.frequency_penalty,
+            has_bias: !sampling.logit_bias.is_empty() as i32,
+            min_tokens: sampling.min_tokens.min(i32::MAX as usize) as i32,
+            max_tokens: limits.max_tokens.clamp(1, i32::MAX as usize) as i32,
+            context: limits.context as i32,
+            n_eos: limits.end_ids.len() as i32,
+            ..SamplingParams::zeroed()
+        };
+        let room = options.eos.len();
+        if limits.end_ids.len() > room {
+            bail!("{} end tokens: at most {room} are supported", limits.end_ids.len());
+        }
+        limits.end_ids.iter().zip(&mut options.eos).for_each(|(&id, slot)| *slot = id as i32);
+        self.stage(&[options], self.arena.options.at(0))?;
+        let state = State {
+            length: keep as i32,
+            rows: 1,
+            root: *prompt.last().context("the prompt is empty")? as i32,
+            history_length: prompt.len() as i32,
+            ..State::zeroed()
+        };
+        self.set_state(&state)?;
+        self.length = keep;
+        self.queued.clear();
+        Ok(())
+    }
+
+    fn prefill(&mut self, tokens: &[u32]) -> Result<()> {
+        let rows = *PREFILL_ROWS.iter().find(|&&rows| rows >= tokens.len()).context("a prefill chunk is too long")?;
+        // The row count travels through one of a few pinned words: not before the pass that used it last has run.
+        let slot = self.passes as usize % 4;
+        if self.passes >= 4 {
+            self.word(self.passes - 3, RECORD_COUNT)?;
+        }
+        self.row_counts.slice_mut()[slot] = tokens.len() as i32;
+        self.gpu.upload(&self.row_counts.slice_mut()[slot..slot + 1], self.arena.state.at(crate::state_offset!(rows)))?;
+        self.length += tokens.len();
+        self.queue(Pass::Prefill { rows }, self.length)?;
+        self.counters.prefill_replays += 1;
+        Ok(())
+    }
+
+    fn verify(&mut self, width: usize) -> Result<()> {
+        let ahead: usize = self.queued.iter().map(|&(_, w)| w).sum();
+        self.queue(Pass::Verify { width }, self.length + ahead + width)?;
+        self.queued.push_back((self.passes, width));
+        self.counters.verify_replays += 1;
+        Ok(())
+    }
+
+    fn record(&mut self) -> Result<Record> {
+        let (pass, _) = self.queued.pop_front().context("no pass was queued")?;
+        let word = |i| self.word(pass, i);
+        let n = word(RECORD_COUNT)? as usize;
+        let tokens = (0..n).map(|i| word(RECORD_TOKENS + i)).collect::<Result<Vec<u32>>>()?;
+        let end = match word(RECORD_REASON)? {
+            0 => None,
+            STOP_EOS => Some(End::Eos(*tokens.last().unwrap_or(&0))),
+            STOP_LENGTH => Some(End::Length),
+            STOP_CONTEXT => Some(End::Context),
+            STOP_NOT_FINITE => return Err(internal("a row of logits is not finite")),
+            STOP_ALL_BANNED => bail!("logit-bias and min-tokens leave no token to choose"),
+            other => return Err(internal(format!("unknown end {other} in a record"))),
+        };
+        let (accepted, drafted) = (word(RECORD_ACCEPTED)? as usize, word(RECORD_DRAFTS)? as usize);
+        self.length += n;
+        Ok(Record { accepted, drafted, ngram: 0, tokens, end })
+    }
+
+    fn draft(&mut self, _drafts: usize) -> Result<()> {
+        bail!("no drafter is loaded")
+    }
+
+    fn set_drafts(&mut self, drafts: &[u32]) -> Result<()> {
+        self.gpu.synchronize()?;
+        let mut state = self.gpu.download::<State>(self.arena.state.at(0), 1)?[0];
+        state.n_drafts = drafts.len() as i32;
+        state.rows = 1 + drafts.len() as i32;
+        drafts.iter().zip(&mut state.drafts).for_each(|(&d, slot)| *slot = d as i32);
+        self.set_state(&state)
+    }
+
+    fn measure(&mut self) -> Result<Costs> {
+        bail!("no drafter is loaded")
+    }
+
+    fn truncate(&mut self, _n: usize) -> Result<()> {
+        // The next `begin` writes the whole state; rows behind it are overwritten before they are read.
+        self.gpu.synchronize()
+    }
+
+    fn counters(&self) -> Counters {
+        self.counters
+    }
+}

@@ -1,0 +1,108 @@
+//! The params structs of the kernels: twins of those in kernels/params.h, where shapes and meanings stand. Pointers are device addresses.
+//!
+//! Sizes are asserted here and there; the tests under the CPU shim run every kernel through these structs.
+use super::device::Params;
+use bytemuck::{Pod, Zeroable};
+
+macro_rules! params {
+    ($($(#[$doc:meta])* $name:ident: $bytes:literal { $($field:ident: $type:ty),* $(,)? })*) => { $(
+        $(#[$doc])*
+        #[repr(C)]
+        #[derive(Clone, Copy, Pod, Zeroable)]
+        pub struct $name { $(pub $field: $type),* }
+        const _: () = assert!(std::mem::size_of::<$name>() == $bytes);
+        // Sound: repr(C), and Pod has shown that there is no padding.
+        unsafe impl Params for $name {}
+    )* };
+}
+
+params! {
+    /// What changes between replays; device memory.
+    State: 192 {
+        length: i32, rows: i32, root: i32, done: i32, reason: i32, accepted: i32, emitted: i32, n_drafts: i32,
+        n_output: i32, history_length: i32, draft_length: i32, ngram_match: i32, pass: u32, pad: [i32; 3],
+        drafts: [i32; 16], sampled: [i32; 16],
+    }
+    /// What stays for a request; device memory.
+    SamplingParams: 128 {
+        seed: u64, top_p: u64, temperature: f32, min_z: f32, top_k: i32, repetition_penalty: f32, presence_penalty: f32,
+        frequency_penalty: f32, has_bias: i32, min_tokens: i32, max_tokens: i32, context: i32, n_eos: i32, pad: i32, eos: [i32; 16],
+    }
+    SampleParams: 88 {
+        logits: u64, state: u64, options: u64, scratch: u64, list: u64, counts: u64, bias: u64, history: u64, ring: u64,
+        vocab: i32, stride: i32, prefill: i32, pad: i32,
+    }
+    AdvanceParams: 16 { state: u64, ring: u64 }
+    LinearPart: 48 { weights: u64, x: u64, squares: u64, inv: u64, k: i32, x_stride: i32, segment_blocks: u16, n_segments: u16, eps: f32 }
+    LinearParams: 216 {
+        part: [LinearPart; 2], out: u64, bias: u64, residual: u64, tap: u64, next_norm: u64, normed: u64, squares: u64, logits: u64,
+        max_value: u64, max_id: u64, n_rows: u64, n_parts: i32, n: i32, n_tiles: i32, rows: i32, epilogue: i32, out_stride: i32,
+        tap_stride: i32, last_row: i32,
+    }
+    NormParams: 72 {
+        x: u64, norm: u64, normed: u64, inv: u64, squares: u64, n_rows: u64, rows: i32, k: i32, x_stride: i32, normed_stride: i32, eps: f32,
+        pad: i32,
+    }
+    EmbedParams: 88 {
+        table: u64, x: u64, next_norm: u64, normed: u64, squares: u64, tokens: u64, start: u64, state: u64, n_rows: u64, rows: i32,
+        hidden: i32, x_stride: i32, offset: i32,
+    }
+    RepackParams: 56 {
+        source: u64, weights: u64, source_stride: i64, source_type: i32, order: i32, n_source_rows: i32, rows: i32, row_offset: i32, k: i32,
+        k_blocks: i32, pad: i32,
+    }
+    FillParams: 40 { to: u64, seed: u64, n: i32, k: i32, retiled: i32, constant: i32, scale: f32, pad: i32 }
+    ReadParams: 24 { from: u64, n: u64, sink: u64 }
+    AttentionParams: 120 {
+        qkv: u64, out: u64, k_cache: u64, v_cache: u64, q_norm: u64, k_norm: u64, inv_freq: u64, partials: u64, counters: u64, length: u64,
+        rows: u64, n_heads: i32, n_kv_heads: i32, capacity: i32, max_rows: i32, scale: f32, rope_factor: f32, norm_eps: f32, pad: i32,
+    }
+}
+
+pub const EPILOGUE_STORE: i32 = 0;
+pub const EPILOGUE_RESIDUAL: i32 = 1;
+pub const EPILOGUE_SILU: i32 = 2;
+pub const EPILOGUE_LOGITS: i32 = 3;
+
+pub const ROWS_PLAIN: i32 = 0;
+pub const ROWS_GATE: i32 = 1;
+pub const ROWS_UP: i32 = 2;
+
+pub const STOP_EOS: u32 = 1;
+pub const STOP_LENGTH: u32 = 2;
+pub const STOP_CONTEXT: u32 = 3;
+pub const STOP_NOT_FINITE: u32 = 4;
+pub const STOP_ALL_BANNED: u32 = 5;
+
+/// The ring of records: RECORD_WORDS words of (pass << 32 | value) at RECORD_WORDS * (pass % RECORDS).
+pub const RECORDS: usize = 64;
+pub const RECORD_WORDS: usize = 32;
+pub const RECORD_COUNT: usize = 0;
+pub const RECORD_ACCEPTED: usize = 1;
+pub const RECORD_REASON: usize = 2;
+pub const RECORD_DRAFTS: usize = 5;
+pub const RECORD_TOKENS: usize = 8;
+
+/// Logits of a row that one block of the sampling kernels handles.
+pub const SAMPLE_SLICE: usize = 4032;
+/// sizeof(SampleScratch)
+pub const SAMPLE_SCRATCH_BYTES: usize = 16 * (8 + 8 + 4 + 4) + 16 + 16 * 72 + 16 * 1024 * 12;
+/// Bit of a token's count that says it is in the prompt.
+pub const IN_PROMPT: u32 = 1 << 31;
+
+/// Chunks of the KV cache that hold positions 0 .. n: twin of attention_chunk_of.
+pub fn attention_chunks(n: usize) -> usize {
+    match n.saturating_sub(1) {
+        last @ 0..2048 => last / 64 + 1,
+        last @ 2048..16384 => 32 + (last - 2048) / 256 + 1,
+        last => 88 + (last - 16384) / 1024 + 1,
+    }
+}
+
+/// Offset of a field of `State` in bytes, for kernels that read one of its words.
+#[macro_export]
+macro_rules! state_offset {
+    ($field:ident) => {
+        std::mem::offset_of!($crate::gpu::params::State, $field)
+    };
+}

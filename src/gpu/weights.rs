@@ -1,0 +1,311 @@
+//! Weights into GPU memory: read into page-locked buffers while the one before is copied, and re-tiled on the GPU into the order in which
+//! mma.sync wants them (kernels/common.cuh). The plan says which matrices there are and how their columns are divided.
+use super::device::{Event, Gpu, Launch, Memory, Pinned};
+use super::kernels::Kernels;
+use super::params::{FillParams, RepackParams, ROWS_GATE, ROWS_PLAIN, ROWS_UP};
+use crate::model::checkpoint::{Dtype, Tensor};
+use crate::model::plan::{Epilogue, Plan, Step};
+use crate::model::weights::{Role, Weight, WeightId, Weights};
+use anyhow::{bail, Result};
+use half::{bf16, f16};
+use rayon::prelude::*;
+use std::collections::BTreeMap;
+
+/// A re-tiled matrix: [n_tiles][ceil(k / 32)][2][32] 16-byte words for each part of K.
+#[derive(Clone, Debug)]
+pub struct Matrix {
+    pub parts: Vec<Part>,
+    pub n_tiles: usize,
+    /// Rows, gate and up together.
+    n: usize,
+    gate_up: bool,
+}
+
+/// The columns of one input.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// Device address.
+    pub at: u64,
+    column: usize,
+    k: usize,
+}
+
+impl Matrix {
+    /// `dims` are the columns of each input.
+    fn new(n: usize, dims: &[usize], gate_up: bool) -> Matrix {
+        let n_tiles = if gate_up { (n / 2).div_ceil(8) } else { n.div_ceil(16) };
+        let mut column = 0;
+        let parts = dims
+            .iter()
+            .map(|&k| {
+                column += k;
+                Part { at: 0, column: column - k, k }
+            })
+            .collect();
+        Matrix { parts, n_tiles, n, gate_up }
+    }
+
+    fn part_bytes(&self, part: &Part) -> usize {
+        self.n_tiles * part.k.div_ceil(32) * 1024
+    }
+
+    fn bytes(&self) -> usize {
+        self.parts.iter().map(|p| self.part_bytes(p)).sum()
+    }
+}
+
+/// The matrices and vectors of one model, and where they will be: known from the plan, before any memory is taken.
+pub struct Layout {
+    matrices: BTreeMap<WeightId, Matrix>,
+    vectors: BTreeMap<WeightId, usize>, // numbers
+    /// The head is the embedding.
+    tied: bool,
+}
+
+impl Layout {
+    pub fn of(plans: &[&Plan], tied: bool) -> Layout {
+        let mut layout = Layout { matrices: BTreeMap::new(), vectors: BTreeMap::new(), tied };
+        for step in plans.iter().flat_map(|p| &p.steps) {
+            match step {
+                Step::Linear(l) => {
+                    let dims: Vec<usize> = l.inputs.iter().map(|i| i.dim).collect();
+                    let gate_up = matches!(l.epilogue, Epilogue::SiluMul { .. });
+                    layout.matrices.insert(l.weight, Matrix::new(l.n, &dims, gate_up));
+                    layout.vectors.extend(l.inputs.iter().filter_map(|i| Some((i.norm?, i.dim))));
+                    layout.vectors.extend(l.bias.map(|id| (id, l.n)));
+                }
+                Step::Attention(a) => {
+                    layout.vectors.extend([a.q_norm, a.k_norm].into_iter().flatten().map(|id| (id, a.head_dim)));
+                }
+                Step::Norm { weight, dim, .. } => {
+                    layout.vectors.insert(*weight, *dim);
+                }
+                Step::Embed { .. } | Step::AllReduce { .. } | Step::Select { .. } | Step::Accept { .. } | Step::DraftToken { .. } => {}
+            }
+        }
+        let embed = WeightId::new(Role::Embed, None);
+        for step in plans.iter().flat_map(|p| &p.steps) {
+            if let Step::Embed { table, dim, .. } = step {
+                let vocab = plans.iter().flat_map(|p| &p.steps).find_map(|s| match s {
+                    Step::Accept { vocab, .. } => Some(*vocab),
+                    _ => None,
+                });
+                if !(tied && *table == embed) {
+                    layout.matrices.entry(*table).or_insert_with(|| Matrix::new(vocab.expect("a verify plan is given"), &[*dim], false));
+                }
+            }
+        }
+        layout
+    }
+
+    /// Bytes of device memory.
+    pub fn bytes(&self) -> usize {
+        let matrices: usize = self.matrices.values().map(Matrix::bytes).sum();
+        matrices + self.vectors.values().map(|n| vector_bytes(*n)).sum::<usize>()
+    }
+}
+
+fn vector_bytes(n: usize) -> usize {
+    (2 * n).next_multiple_of(256)
+}
+
+/// What the kernels read.
+pub struct Placed {
+    pub memory: Memory,
+    pub matrices: BTreeMap<WeightId, Matrix>,
+    pub vectors: BTreeMap<WeightId, u64>,
+}
+
+/// Where numbers come from.
+pub enum Source<'a> {
+    Checkpoint(&'a Weights),
+    /// Made on the GPU from a hash of this seed, scaled so that activations keep their size; norms are 1.
+    Random(u64),
+}
+
+impl Layout {
+    /// Takes the memory and fills it. `progress` gets (bytes done, bytes in all).
+    pub fn place(self, gpu: &Gpu, kernels: &Kernels, source: Source, progress: &mut dyn FnMut(usize, usize)) -> Result<Placed> {
+        let memory = gpu.allocate(self.bytes())?;
+        let mut offset = 0;
+        let mut matrices = self.matrices;
+        for matrix in matrices.values_mut() {
+            let bytes: Vec<usize> = matrix.parts.iter().map(|p| matrix.part_bytes(p)).collect();
+            for (part, bytes) in matrix.parts.iter_mut().zip(bytes) {
+                part.at = memory.at(offset);
+                offset += bytes;
+            }
+        }
+        let mut vectors = BTreeMap::new();
+        for (&id, &n) in &self.vectors {
+            vectors.insert(id, memory.at(offset));
+            offset += vector_bytes(n);
+        }
+        match source {
+            Source::Checkpoint(weights) => {
+                let mut upload = Upload::new(gpu, kernels, matrices.values().map(Matrix::bytes).sum())?;
+                for (&id, matrix) in &matrices {
+                    upload.matrix(weights.get(id), matrix, progress)?;
+                }
+                upload.finish()?;
+                for (id, &n) in &self.vectors {
+                    let numbers = vector(weights.get(*id), n)?;
+                    gpu.upload(&numbers, vectors[id])?;
+                    gpu.synchronize()?;
+                }
+            }
+            Source::Random(seed) => {
+                for (i, matrix) in matrices.values().enumerate() {
+                    // A sum of k products of uniform numbers in [-s, s] with unit inputs has variance k s^2 / 3.
+                    let k: usize = matrix.parts.iter().map(|p| p.k).sum();
+                    let scale = (3.0 / k as f32).sqrt();
+                    for part in &matrix.parts {
+                        let n = (matrix.n_tiles * 16) as i32;
+                        fill(gpu, kernels, part.at, seed.wrapping_add(i as u64) << 40, n, part.k, true, false, scale)?;
+                    }
+                }
+                for (id, &n) in &self.vectors {
+                    let bias = matches!(id.role, Role::QkvBias | Role::OBias | Role::GateUpBias | Role::DownBias);
+                    fill(gpu, kernels, vectors[id], 0, 1, n, false, true, if bias { 0.0 } else { 1.0 })?;
+                }
+                gpu.synchronize()?;
+            }
+        }
+        if self.tied {
+            let head = WeightId::new(Role::Head, None);
+            matrices.insert(WeightId::new(Role::Embed, None), matrices[&head].clone());
+        }
+        Ok(Placed { memory, matrices, vectors })
+    }
+}
+
+#[allow(clippy::too_many_arguments)]
+fn fill(gpu: &Gpu, kernels: &Kernels, to: u64, seed: u64, n: i32, k: usize, retiled: bool, constant: bool, scale: f32) -> Result<()> {
+    let params = FillParams { to, seed, n, k: k as i32, retiled: retiled as i32, constant: constant as i32, scale, pad: 0 };
+    let grid = (8 * gpu.info().n_sms as u32, 1, 1);
+    gpu.launch(&kernels.fill_random, Launch { grid, block: 256, shared: 0, early: false }, &params)
+}
+
+/// A vector weight as bf16, its parts joined.
+fn vector(weight: &Weight, n: usize) -> Result<Vec<bf16>> {
+    let mut numbers = Vec::with_capacity(n);
+    for part in &weight.parts {
+        let mut bytes = vec![0; part.n_bytes()];
+        part.read_at(0, &mut bytes)?;
+        match part.dtype {
+            Dtype::Bf16 => numbers.extend(bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]))),
+            Dtype::F16 => numbers.extend(bytes.chunks_exact(2).map(|b| bf16::from_f32(f16::from_le_bytes([b[0], b[1]]).to_f32()))),
+            Dtype::F32 => numbers.extend(bytes.chunks_exact(4).map(|b| bf16::from_f32(f32::from_le_bytes([b[0], b[1], b[2], b[3]])))),
+            other => bail!("{} in {}: expected bf16, f16 or f32, found {other}", part.name, part.file),
+        }
+    }
+    Ok(numbers)
+}
+
+/// Bytes of one staging buffer; there are two.
+const STAGING_BYTES: usize = 64 << 20;
+/// Bytes that one thread reads at a time.
+const READ_BYTES: usize = 4 << 20;
+
+/// Rows of one repack launch: a grid has at most 65,535 blocks in y.
+const MAX_GRID_ROWS: usize = 32768;
+
+struct Upload<'a> {
+    gpu: &'a Gpu,
+    kernels: &'a Kernels,
+    buffers: Vec<(Pinned<u8>, Memory, Event)>,
+    next: usize,
+    done: usize,
+    total: usize,
+}
+
+impl<'a> Upload<'a> {
+    fn new(gpu: &'a Gpu, kernels: &'a Kernels, total: usize) -> Result<Upload<'a>> {
+        let bytes = STAGING_BYTES.min(total.next_multiple_of(1 << 20));
+        let mut buffers = Vec::new();
+        for _ in 0..2 {
+            let event = gpu.event()?;
+            gpu.record(&event)?;
+            buffers.push((gpu.pinned(bytes)?, gpu.allocate(bytes)?, event));
+        }
+        Ok(Upload { gpu, kernels, buffers, next: 0, done: 0, total })
+    }
+
+    fn matrix(&mut self, weight: &Weight, matrix: &Matrix, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
+        let mut first = 0;
+        for (i, tensor) in weight.parts.iter().enumerate() {
+            let order = match (matrix.gate_up, i) {
+                (false, _) => ROWS_PLAIN,
+                (true, 0) => ROWS_GATE,
+                (true, _) => ROWS_UP,
+            };
+            if matrix.gate_up {
+                first = 0;
+            }
+            // The rows that complete the last tile are zeros, written with the last rows.
+            let end = match (matrix.gate_up, i + 1 == weight.parts.len()) {
+                (true, _) => matrix.n_tiles * 8,
+                (false, true) => matrix.n_tiles * 16,
+                (false, false) => first + weight.rows[i],
+            };
+            self.rows(tensor, weight.rows[i], weight.cols, matrix, order, first, end)?;
+            first += weight.rows[i];
+            self.done += tensor.n_bytes();
+            progress(self.done.min(self.total), self.total);
+        }
+        debug_assert!(matrix.gate_up || first == matrix.n);
+        Ok(())
+    }
+
+    /// Rows of one tensor as weight rows `first ..`; zeros from behind the last up to `end`.
+    #[allow(clippy::too_many_arguments)]
+    fn rows(&mut self, tensor: &Tensor, n: usize, cols: usize, matrix: &Matrix, order: i32, first: usize, end: usize) -> Result<()> {
+        let source_type = match tensor.dtype {
+            Dtype::Bf16 => 0,
+            Dtype::F16 => 1,
+            Dtype::F32 => 2,
+            other => bail!("{} in {}: expected bf16, f16 or f32, found {other}", tensor.name, tensor.file),
+        };
+        let row_bytes = cols * tensor.dtype.bytes();
+        let mut row = 0;
+        while row < n {
+            let (pinned, staging, free) = &mut self.buffers[self.next];
+            let room = pinned.slice_mut().len() / row_bytes;
+            if room == 0 {
+                bail!("{} in {}: a row of {row_bytes} bytes is longer than the staging buffer", tensor.name, tensor.file);
+            }
+            let take = room.min(n - row).min(MAX_GRID_ROWS);
+            free.wait()?;
+            let bytes = &mut pinned.slice_mut()[..take * row_bytes];
+            let from = row * row_bytes;
+            bytes.par_chunks_mut(READ_BYTES).enumerate().try_for_each(|(i, piece)| tensor.read_at(from + i * READ_BYTES, piece))?;
+            self.gpu.upload(bytes, staging.at(0))?;
+            let rows = if row + take == n { end - first - row } else { take };
+            for part in &matrix.parts {
+                let params = RepackParams {
+                    source: staging.at(part.column * tensor.dtype.bytes()),
+                    weights: part.at,
+                    source_stride: cols as i64,
+                    source_type,
+                    order,
+                    n_source_rows: take as i32,
+                    rows: rows as i32,
+                    row_offset: (first + row) as i32,
+                    k: part.k as i32,
+                    k_blocks: part.k.div_ceil(32) as i32,
+                    pad: 0,
+                };
+                let grid = ((params.k_blocks as u32 * 16).div_ceil(256), rows as u32, 1);
+                self.gpu.launch(&self.kernels.repack, Launch { grid, block: 256, shared: 0, early: false }, &params)?;
+            }
+            self.gpu.record(free)?;
+            self.next = 1 - self.next;
+            row += take;
+        }
+        Ok(())
+    }
+
+    fn finish(self) -> Result<()> {
+        self.gpu.synchronize()
+    }
+}

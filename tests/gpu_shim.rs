@@ -1,0 +1,169 @@
+//! The GPU backend without a GPU: the same host code, plans, params and kernels, with the kernels compiled by g++ (scripts/shim.sh).
+//! What is compared: logits with the f32 reference, widths, chunks and graphs with each other to the bit, and whole answers.
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::rc::Rc;
+use std::sync::OnceLock;
+use volley::cpu::Reference;
+use volley::decode::{Backend, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling};
+use volley::gpu::device::Gpu;
+use volley::gpu::machine::{Machine, Options};
+use volley::gpu::shim::Shim;
+use volley::gpu::weights::Source;
+use volley::model::checkpoint::{Checkpoint, Read};
+use volley::model::config::Config;
+use volley::model::plan::Pass;
+use volley::model::weights::{claim, Table, Weights};
+
+/// Built once per test run.
+fn library() -> &'static Path {
+    static PATH: OnceLock<PathBuf> = OnceLock::new();
+    PATH.get_or_init(|| {
+        let out = Command::new("scripts/shim.sh").output().expect("scripts/shim.sh runs");
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        PathBuf::from(String::from_utf8(out.stdout).expect("a path").lines().last().expect("a path"))
+    })
+}
+
+fn model(name: &str) -> (Config, Weights) {
+    let dir = Path::new("tests/data/tiny").join(name);
+    let config = Config::open(&dir).unwrap();
+    let checkpoint = Checkpoint::open(&dir, Read::Mmap).unwrap();
+    let weights = claim(&Table::builtin().unwrap(), &config, &checkpoint).unwrap();
+    weights.load(&mut |_, _| {}).unwrap();
+    (config, weights)
+}
+
+fn machine_with(name: &str, fail_capture: fn(Pass) -> bool) -> Machine {
+    let (config, weights) = model(name);
+    let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+    let options = Options { context: 200, require_graphs: false, fail_capture };
+    Machine::new(gpu, config, Source::Checkpoint(&weights), &options, &mut |_, _| {}).unwrap()
+}
+
+fn machine(name: &str) -> Machine {
+    machine_with(name, |_| false)
+}
+
+fn reference(name: &str) -> Reference {
+    let (config, weights) = model(name);
+    Reference::new(config, weights, 200, None, false).unwrap()
+}
+
+/// A prompt of distinct ids.
+fn prompt(n: usize) -> Vec<u32> {
+    (0..n as u32).map(|i| (i * 37 + 11) % 512).collect()
+}
+
+fn unlimited() -> Limits {
+    Limits { end_ids: vec![], max_tokens: 1000, context: 200 }
+}
+
+/// Cache rows of `tokens` but the last, in chunks, then one verify pass of the last token and `drafts`; its logits, [1 + drafts, vocab].
+fn logits(m: &mut Machine, tokens: &[u32], chunk: usize, drafts: &[u32]) -> Vec<f32> {
+    m.begin(tokens, 0, &Sampling::default(), &unlimited()).unwrap();
+    for chunk in tokens[..tokens.len() - 1].chunks(chunk) {
+        m.prefill(chunk).unwrap();
+    }
+    m.set_drafts(drafts).unwrap();
+    m.verify(1 + drafts.len()).unwrap();
+    m.record().unwrap();
+    m.logits(1 + drafts.len()).unwrap()
+}
+
+#[test]
+fn logits_are_near_the_reference() {
+    for name in ["llama", "qwen2", "qwen3"] {
+        let tokens = prompt(70); // over a chunk edge of the KV cache
+        let ours = logits(&mut machine(name), &tokens, 1024, &[]);
+        let mut r = reference(name);
+        r.begin(&tokens, 0, &Sampling::default(), &unlimited()).unwrap();
+        r.prefill(&tokens[..63]).unwrap();
+        r.prefill(&tokens[63..69]).unwrap();
+        r.verify(1).unwrap();
+        r.record().unwrap();
+        let theirs = r.logits(1);
+        let spread = theirs.iter().fold(0f32, |m, x| m.max(x.abs()));
+        let worst = ours.iter().zip(theirs).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
+        assert!(ours.iter().all(|x| x.is_finite()) && spread > 1.0, "{name}: {spread}");
+        assert!(worst < 0.5, "{name}: off by {worst}, logits up to {spread}");
+    }
+}
+
+#[test]
+fn a_row_does_not_depend_on_width_or_chunk() {
+    for name in ["llama", "qwen2", "qwen3"] {
+        let mut m = machine(name);
+        let tokens = prompt(60);
+        let drafts: Vec<u32> = (0..7).map(|i| 300 + i).collect();
+        let wide = logits(&mut m, &tokens, 1024, &drafts);
+        let wide_kv = m.kv().unwrap();
+        let vocab = wide.len() / 8;
+        for i in 0..8 {
+            let mut all = tokens.clone();
+            all.extend_from_slice(&drafts[..i]);
+            // Chunks of one row are decode kernels, of 59 the prefill ones.
+            for chunk in [1, 8, 1024] {
+                let one = logits(&mut m, &all, chunk, &[]);
+                assert!(one[..vocab].iter().zip(&wide[i * vocab..]).all(|(a, b)| a.to_bits() == b.to_bits()), "{name}: row {i}, chunk {chunk}");
+            }
+        }
+        assert_eq!(m.kv().unwrap(), wide_kv, "{name}: KV bits");
+        let rows: Vec<_> = wide.chunks_exact(vocab).collect();
+        assert!((1..8).all(|i| rows[i] != rows[0]), "{name}: rows differ from each other");
+    }
+}
+
+fn answer(m: Machine, sampling: &Sampling, end_ids: &[u32], max_tokens: usize) -> (Vec<u32>, Finish, volley::decode::Counters) {
+    let mut engine = Engine::new(Box::new(m), Drafting::default()).unwrap();
+    let request = Request { prompt: &prompt(20), sampling, end_ids, max_tokens: Some(max_tokens) };
+    let a = engine.generate(&request, &mut |_: Event| Flow::Go).unwrap();
+    (a.tokens, a.finish, engine.counters())
+}
+
+#[test]
+fn graphs_and_eager_launches_give_the_same_answer() {
+    let sampling = Sampling { temperature: 0.8, top_k: 40, top_p: 0.9, seed: 3, ..Sampling::default() };
+    let (tokens, finish, counters) = answer(machine("llama"), &sampling, &[], 24);
+    assert_eq!((tokens.len(), finish, counters.eager), (24, Finish::Length, 0));
+    assert!(counters.verify_replays >= 24);
+    let (eager, _, counters) = answer(machine_with("llama", |pass| pass == Pass::Verify { width: 1 }), &sampling, &[], 24);
+    assert_eq!(tokens, eager);
+    assert!(counters.eager >= 24, "{counters:?}");
+    let (ended, finish, _) = answer(machine("llama"), &sampling, &[tokens[9]], 24);
+    assert_eq!((&ended[..], finish), (&tokens[..=tokens.iter().position(|t| *t == tokens[9]).unwrap()], Finish::Eos(tokens[9])));
+}
+
+#[test]
+fn sampling_on_the_device_follows_the_reference() {
+    let (vocab_bias, base) = ((300, 4.0), Sampling { temperature: 1.0, seed: 7, ..Sampling::default() });
+    let cases = [
+        Sampling::default(),
+        base.clone(),
+        Sampling { top_k: 5, ..base.clone() },
+        Sampling { top_p: 0.5, min_p: 0.02, ..base.clone() },
+        Sampling { repetition_penalty: 1.3, presence_penalty: 0.5, frequency_penalty: 0.2, ..Sampling::default() },
+        Sampling { logit_bias: vec![vocab_bias], min_tokens: 3, ..base },
+    ];
+    // One bf16 engine for all, and its own logits through the reference sampler: the choice must be the same.
+    for sampling in &cases {
+        let mut m = machine("llama");
+        let tokens = prompt(20);
+        m.begin(&tokens, 0, sampling, &unlimited()).unwrap();
+        m.prefill(&tokens[..19]).unwrap();
+        let mut sequence = volley::decode::Sequence::new(&tokens, 19, 512, sampling.clone(), unlimited());
+        for _ in 0..6 {
+            m.verify(1).unwrap();
+            let record = m.record().unwrap();
+            // The logits as they were before options changed them: another pass over the same row, greedy.
+            let history = sequence.history.clone();
+            let mut plain = logits(&mut m, &history, 1024, &[]);
+            let expected = sequence.accept(&mut plain, &[]);
+            assert_eq!(record.tokens, expected.tokens, "{sampling:?}");
+            m.begin(&history, 0, sampling, &unlimited()).unwrap();
+            m.prefill(&history[..history.len() - 1]).unwrap();
+            m.verify(1).unwrap();
+            assert_eq!(m.record().unwrap().tokens.len(), 1);
+        }
+    }
+}
