@@ -308,7 +308,7 @@ fn ids_are_equal_whatever_is_drafted() {
         let prompt = prompt(12);
         let expected = generate(&mut t0.engine(Drafting::default()), &prompt, &sampling, &[], Some(N)).tokens;
         let all = [&prompt[..], &expected].concat();
-        let mut check = |what: &str, drafting: Drafting, cycles: usize| {
+        let check = |what: &str, drafting: Drafting, cycles: usize| {
             let mut engine = t0.engine(drafting);
             let answer = generate(&mut engine, &prompt, &sampling, &[], Some(N));
             assert_eq!(answer.tokens, expected, "{what} at {temperature}");
