@@ -108,7 +108,7 @@ pub(super) enum Behind {
 }
 
 /// Drafted cycles, accept length, and cycles in all after which a drafter that never hits is reported.
-const WARN_DRAFTED: u64 = 16;
+const WARN_DRAFTED: u64 = 12;
 const WARN_LENGTH: f64 = 1.05;
 const WARN_CYCLES: u64 = 64;
 
