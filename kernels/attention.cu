@@ -162,7 +162,7 @@ template <int HD> __device__ __forceinline__ const uint4* v_pieces(const Attenti
 // then warp w sums over them for head_dim / 64 tiles of 8 dims. Every byte of the step is thus under way before the first is used, and the next step's K
 // and V are requested as soon as this step's registers are free. Rows of this pass are patched into the loaded pieces from shared memory, since the
 // block that writes them to the cache would wait long to read them back.
-// Shared memory: q in operand order, new rows of K and V (16 each), maxima, sums, probabilities: 42 KB at most.
+// Shared memory: q in operand order, new rows of K and V (16 each), maxima, sums, probabilities: 44 KB at most.
 constexpr int kDecodeWarps = kTiles;
 constexpr int kDecodeThreads = 32 * kDecodeWarps;
 constexpr int kMaxRows = kAttentionMaxRows;
@@ -220,13 +220,14 @@ template <int HD, int TILES> __device__ void attention_decode(const AttentionPar
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int kv_head = blockIdx.y, group = p.n_heads / p.n_kv_heads, first_column = blockIdx.z * kColumns;
   const RopeConstants<HD> q_constants = rope_constants<HD>(p, p.q_norm, lane), k_constants = rope_constants<HD>(p, p.k_norm, lane);
+  auto q_of = [&](int c) { const int column = first_column + c; return qkv_row<HD>(p, column / group) + (kv_head * group + column % group) * HD; };
+  const bf16* first_q = q_of(warp);
   pdl_launch_dependents();
   pdl_wait();
 
-  // Raw heads need no length, so they are requested together with it.
-  auto load_q = [&](int c) { const int column = first_column + c; return load_head<HD>(qkv_row<HD>(p, column / group) + (kv_head * group + column % group) * HD, lane); };
+  // A raw head needs no length, so the first is requested together with it.
   RawHead raw_q = {0, 0};
-  if (first_column + warp < p.max_rows * group) raw_q = load_q(warp);
+  if (first_column + warp < p.max_rows * group) raw_q = load_head<HD>(first_q, lane);
   const int length = *p.length, rows = min(*p.rows, p.max_rows);
   const int n_columns = min(rows * group - first_column, kColumns), end = length + rows;
   if (n_columns <= 0) return;
@@ -261,7 +262,7 @@ template <int HD, int TILES> __device__ void attention_decode(const AttentionPar
     const int row = (first_column + c) / group;
     if (c < n_columns) {
       const RawHead q = norm_and_rope<HD>(raw_q, q_constants, p.q_norm != nullptr, p, length + row);
-      if (c + kDecodeWarps < n_columns) raw_q = load_q(c + kDecodeWarps);
+      if (c + kDecodeWarps < n_columns) raw_q = load_head<HD>(q_of(c + kDecodeWarps), lane);
       each_dim<HD>(q, lane, [&](int dim, uint16_t bits) {
         uint4& operand = q_operand[c >> 4][dim >> 5][dim >> 2 & 1][(c & 7) * 4 + (dim >> 3 & 3)];
         reinterpret_cast<uint16_t*>(&operand)[(dim & 2) * 2 + (c >> 3 & 1) * 2 + (dim & 1)] = bits;

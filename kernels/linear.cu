@@ -17,6 +17,7 @@ template <int kTiles, int kColumns, int kWarps, int kAhead, int kParts>
 __device__ __forceinline__ void linear(const LinearParams& p) {
   constexpr int kAdders = kTiles * kColumns * 4;      // warps that add up outputs, one output a thread
   constexpr int kBuffers = kTiles * kColumns == 1 ? 2 : 1;
+  constexpr int kSegmentBytes = kTiles * kColumns * 512, kBufferBytes = 32 * kSegmentBytes;
   constexpr int kRowsAWarp = (kColumns * 8 + kWarps - 1) / kWarps;   // rows whose inv a warp makes: warp, + kWarps
   constexpr int kBatch = 8;                           // segments read at once: 16 cost registers that the loads in flight need
   static_assert(kAdders <= kWarps, "one output a thread");
@@ -24,29 +25,49 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   SHARED(float, inverse, [kParts][kColumns * 8]);
   SHARED(float, best, [kAdders * 32]);
   SHARED(int, best_id, [kAdders * 32]);
+  pdl_launch_dependents();   // first: a successor takes a microsecond to start, and all blocks of this kernel are resident or done by then
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;   // the shuffle tells the compiler: uniform
   const int n_groups = (p.n_tiles + kTiles - 1) / kTiles;
 
   // This warp's share of a part: blocks first .. first + n_mine of K, whole segments.
-  int first = 0, n_mine = 0, first_segment = 0;
+  int first = 0, n_mine = 0;
   const uint4* weights[kTiles];
-  auto enter = [&](int group, int i) {
+  const bf16* x[kColumns];
+  int n_x[kColumns];         // of my blocks, those in which this lane's 8 k of this row exist
+  SharedAddress slot = shared_address(&partial[0][0][0][t * 8 + ((g + 2 * t) & 7)]);
+  int slot_offset = 0;       // of my first segment
+  auto enter_part = [&](int i) {
     const LinearPart& part = p.part[i];
-    const int k_blocks = k_blocks_of(part.k), segments_a_warp = (part.n_segments + kWarps - 1) / kWarps;
-    first_segment = warp * segments_a_warp;
-    first = first_segment * part.segment_blocks;
-    n_mine = min(segments_a_warp * part.segment_blocks, k_blocks - first);
+    const int segments_a_warp = (part.n_segments + kWarps - 1) / kWarps;
+    first = warp * segments_a_warp * part.segment_blocks;
+    n_mine = min(segments_a_warp * part.segment_blocks, k_blocks_of(part.k) - first);
+    slot_offset = warp * segments_a_warp * kSegmentBytes;
+#pragma unroll
+    for (int c = 0; c < kColumns; c++) {
+      const int row = c * 8 + g;
+      n_x[c] = row < p.rows ? min(n_mine, (part.k - first * 32 - 8 * t + 31) >> 5) : 0;
+      x[c] = part.x + (size_t)(row < p.rows ? row : 0) * part.x_stride + first * 32 + 8 * t;
+    }
+  };
+  auto enter_group = [&](int group, int i) {
+    const LinearPart& part = p.part[i];
+    const int k_blocks = k_blocks_of(part.k);
 #pragma unroll
     for (int r = 0; r < kTiles; r++) weights[r] = part.weights + ((size_t)min(group * kTiles + r, p.n_tiles - 1) * k_blocks + first) * 64 + lane;
   };
-  uint4 held[kAhead][kTiles][2];
-  auto fetch = [&](int slot, int block) {   // starts the loads of my block `block`, if there is one
-    if (block < n_mine) {
+  uint4 held[kAhead][kTiles][2], in[kAhead][kColumns];
+  auto fetch = [&](int slot, int block, int u) {   // starts the loads of my block `block` + u, if there is one
+    if (block + u < n_mine) {
 #pragma unroll
       for (int r = 0; r < kTiles; r++)
 #pragma unroll
-        for (int h = 0; h < 2; h++) held[slot][r][h] = load_weights(weights[r] + (size_t)block * 64 + h * 32);
+        for (int h = 0; h < 2; h++) held[slot][r][h] = load_weights(weights[r] + (size_t)block * 64 + u * 64 + h * 32);
     }
+  };
+  auto fetch_x = [&](int slot, int block, int u) {
+#pragma unroll
+    for (int c = 0; c < kColumns; c++)
+      in[slot][c] = block + u < n_x[c] ? load_activations(reinterpret_cast<const uint4*>(x[c] + block * 32 + u * 32)) : make_uint4(0, 0, 0, 0);
   };
   // The output of an adding thread: row `row` of the pass, row n of the weights, or column j of a gated output.
   struct Output { bool wanted; int row, n, j; };
@@ -54,56 +75,72 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
     const int l = thread & 31, w = thread >> 5, m = w / 4 % kColumns * 8 + 2 * (w & 3) + (l & 1), tile = group * kTiles + w / (4 * kColumns);
     return Output{w < kAdders && m < p.rows && tile < p.n_tiles, m, tile * 16 + (l >> 2) + 8 * ((l & 3) >> 1), tile * 8 + (l >> 2)};
   };
-  // What an output needs besides the sums is loaded early: constants before the dependency wait.
-  float next_norm = 0;
+  // What an output needs besides the sums is loaded early, constants before the dependency wait; raw, since a conversion here would wait for it.
+  unsigned short next_norm = 0, bias = 0;
   auto fetch_constants = [&](int group) {
     const Output o = output_of(threadIdx.x, group);
-    if (p.next_norm && o.wanted && o.n < p.n) next_norm = __bfloat162float(p.next_norm[o.n]);
-    if (p.bias && o.wanted && o.n < p.n) prefetch_l2(p.bias + o.n);
+    if (!o.wanted || o.n >= p.n) return;
+    if (p.next_norm) next_norm = load_constant_bits(p.next_norm + o.n);
+    if (p.bias) bias = load_constant_bits(p.bias + o.n);
   };
 
+  enter_part(0);
+  const bf16* residual_at = p.residual;
+  bool reads_residual = false;
   if ((int)blockIdx.x < n_groups) {
-    enter(blockIdx.x, 0);
+    enter_group(blockIdx.x, 0);
 #pragma unroll
-    for (int u = 0; u < kAhead; u++) fetch(u, u);
+    for (int u = 0; u < kAhead; u++) fetch(u, 0, u);
     fetch_constants(blockIdx.x);
   }
-  pdl_launch_dependents();
+  if (p.max_value && warp < kAdders) { best[threadIdx.x] = -INFINITY; best_id[threadIdx.x] = 0x7fffffff; }
+  auto enter_residual = [&](int group) {
+    const Output o = output_of(threadIdx.x, group);
+    reads_residual = p.epilogue == kEpilogueResidual && o.wanted && o.n < p.n;
+    if (reads_residual) residual_at = p.residual + (size_t)o.row * p.out_stride + o.n;
+  };
+  enter_residual(blockIdx.x);
+#pragma unroll
+  for (int c = 0; c < kColumns; c++) { have_now(x[c]); have_now(n_x[c]); }
+  have_now(slot);
+  have_now(slot_offset);
+  have_now(residual_at);
   pdl_wait();
 
-  const int row_shift = p.last_row ? *p.n_rows - 1 : 0;
-  int buffer = 0;
-  if (p.max_value && warp < kAdders) { best[threadIdx.x] = -INFINITY; best_id[threadIdx.x] = 0x7fffffff; }
+  int row_shift = 0;
+  if (p.last_row) {
+    row_shift = *p.n_rows - 1;
+    if (kParts == 1) x[0] += (size_t)row_shift * p.part[0].x_stride;
+  }
+  int buffer_offset = 0;
 
   for (int group = blockIdx.x; group < n_groups; group += gridDim.x) {
     const bool first_group = group == (int)blockIdx.x;
-    float y = 0, extra = 0;
+    float y = 0;
+    unsigned short residual = 0;
 #pragma unroll 1
     for (int i = 0; i < kParts; i++) {
       const LinearPart& part = p.part[i];
-      const bf16* x = part.x + (size_t)(row_shift + g) * part.x_stride + first * 32 + 8 * t;
-      int n_x[kColumns];   // of my blocks, those in which this lane's 8 k of this row exist
-      uint4 next[kColumns];                             // x of the next block: one ahead of the mma
-      auto fetch_x = [&](int b) {
+      const bool last_part = i + 1 == kParts;
 #pragma unroll
-        for (int c = 0; c < kColumns; c++)
-          next[c] = b < n_x[c] ? load_activations(reinterpret_cast<const uint4*>(x + (size_t)c * 8 * part.x_stride + b * 32)) : make_uint4(0, 0, 0, 0);
-      };
-#pragma unroll
-      for (int c = 0; c < kColumns; c++) n_x[c] = c * 8 + g < p.rows ? min(n_mine, (part.k - first * 32 - 8 * t + 31) >> 5) : 0;
-      fetch_x(0);
-      if (i + 1 == kParts && p.epilogue == kEpilogueResidual) {
-        const Output o = output_of(threadIdx.x, group);
-        if (o.wanted && o.n < p.n) extra = __bfloat162float(p.residual[(size_t)o.row * p.out_stride + o.n]);
-      }
+      for (int u = 0; u < kAhead; u++) fetch_x(u, 0, u);
+      if (last_part && reads_residual) residual = load_activation_bits(residual_at);
       float square_sum[kRowsAWarp] = {};
       if (first_group && part.squares) {
+        const int tiles = part.k / 16;
 #pragma unroll
         for (int j = 0; j < kRowsAWarp; j++) {
-          const int m = warp + j * kWarps, tiles = part.k / 16;
-          if (m < p.rows)
-#pragma unroll 2
-            for (int tile = lane; tile < tiles; tile += 32) square_sum[j] = __fadd_rn(square_sum[j], part.squares[(size_t)(row_shift + m) * tiles + tile]);
+          const int m = warp + j * kWarps;
+          if (m >= p.rows) continue;
+          const float* squares = part.squares + (size_t)(row_shift + m) * tiles + lane;
+#pragma unroll 1
+          for (int tile = 0; tile < tiles; tile += 256) {   // 8 loads at once: they come from L2
+            float v[8];
+#pragma unroll
+            for (int u = 0; u < 8; u++) v[u] = tile + u * 32 + lane < tiles ? squares[tile + u * 32] : 0.0f;
+#pragma unroll
+            for (int u = 0; u < 8; u++) square_sum[j] = __fadd_rn(square_sum[j], v[u]);
+          }
         }
       }
       float acc[kTiles][kColumns][4];
@@ -114,37 +151,34 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
           for (int c = 0; c < kColumns; c++) acc[r][c][0] = acc[r][c][1] = acc[r][c][2] = acc[r][c][3] = 0;
       };
       clear();
-      int segment = first_segment, left = part.segment_blocks;
+      int left = part.segment_blocks;
+      SharedAddress to = slot + buffer_offset + slot_offset;
+#pragma unroll 1
       for (int b0 = 0; b0 < n_mine; b0 += kAhead) {
 #pragma unroll
         for (int u = 0; u < kAhead; u++) {
-          const int b = b0 + u;
-          if (b >= n_mine) break;
-          uint4 in[kColumns];
-#pragma unroll
-          for (int c = 0; c < kColumns; c++) in[c] = next[c];
-          fetch_x(b + 1);
+          if (b0 + u >= n_mine) break;
 #pragma unroll
           for (int r = 0; r < kTiles; r++)
 #pragma unroll
             for (int c = 0; c < kColumns; c++) {
-              mma_bf16(acc[r][c], held[u][r][0], in[c].x, in[c].y);
-              mma_bf16(acc[r][c], held[u][r][1], in[c].z, in[c].w);
+              mma_bf16(acc[r][c], held[u][r][0], in[u][c].x, in[u][c].y);
+              mma_bf16(acc[r][c], held[u][r][1], in[u][c].z, in[u][c].w);
             }
-          fetch(u, b + kAhead);
+          fetch(u, b0 + kAhead, u);
+          fetch_x(u, b0 + kAhead, u);
 #ifdef PLANT_OFF_BY_ONE
-          const bool ends = --left <= 1 || b + 1 == n_mine;
+          const bool ends = --left <= 1 || b0 + u + 1 == n_mine;
 #else
-          const bool ends = --left == 0 || b + 1 == n_mine;
+          const bool ends = --left == 0 || b0 + u + 1 == n_mine;
 #endif
           if (ends) {
 #pragma unroll
             for (int r = 0; r < kTiles; r++)
 #pragma unroll
-              for (int c = 0; c < kColumns; c++)
-                partial[buffer][segment][r * kColumns + c][t * 8 + ((g + 2 * t) & 7)] = make_float4(acc[r][c][0], acc[r][c][1], acc[r][c][2], acc[r][c][3]);
+              for (int c = 0; c < kColumns; c++) store_shared(to + (r * kColumns + c) * 512, acc[r][c]);
             clear();
-            segment++;
+            to += kSegmentBytes;
             left = part.segment_blocks;
           }
         }
@@ -157,48 +191,56 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
             if (lane == 0) inverse[i][warp + j * kWarps] = inverse_rms(total, part.k, part.eps);
           }
       }
-      // The next loads start before this sum is added up.
-      const bool last_part = i + 1 == kParts;
+      // The next loads start before this sum is added up, and all addresses are ready before the barrier.
       const int next_group = last_part ? group + gridDim.x : group;
-      const float this_norm = next_norm;
+      const unsigned short this_norm = next_norm, this_bias = bias;
       if (next_group < n_groups) {
-        enter(next_group, last_part ? 0 : i + 1);
+        if (kParts > 1) enter_part(last_part ? 0 : i + 1);
+        enter_group(next_group, last_part ? 0 : i + 1);
 #pragma unroll
-        for (int u = 0; u < kAhead; u++) fetch(u, u);
-        if (last_part) fetch_constants(next_group);
+        for (int u = 0; u < kAhead; u++) fetch(u, 0, u);
+        if (last_part) { fetch_constants(next_group); enter_residual(next_group); }
       }
+      const int thread = thread_index_anew();
+      const Output o = output_of(thread, group);
+      const int quarter = (thread >> 5) & 3, out_g = (thread & 31) >> 2;
+      SharedAddress sums = shared_address(&partial[0][0][0][0]) + buffer_offset + (thread >> 7) % (kTiles * kColumns) * 512 + (quarter * 8 + ((out_g + 2 * quarter) & 7)) * 16 + (thread & 3) * 4;
+      SharedAddress inverse_at = shared_address(&inverse[i][0]) + o.row * 4;
+      bf16* out = p.out + (size_t)o.row * p.out_stride + (p.epilogue == kEpilogueSilu ? o.j : o.n);
+      have_now(sums);
+      have_now(inverse_at);
+      have_now(out);
 #ifndef PLANT_MISSING_BARRIER
       __syncthreads();
 #endif
       if (warp < kAdders) {
-        const int thread = thread_index_anew();
-        const Output o = output_of(thread, group);
         if (o.wanted) {
-          const int out_g = (thread & 31) >> 2, quarter = (thread >> 5) & 3;
-          const float* sums = reinterpret_cast<const float*>(&partial[buffer][0][thread >> 7][0]) + (quarter * 8 + ((out_g + 2 * quarter) & 7)) * 4 + (thread & 3);
+          const float inv = part.squares ? load_shared(inverse_at) : 1.0f;
           float sum = 0;
-          for (int s0 = 0; s0 < part.n_segments; s0 += kBatch) {
+#pragma unroll
+          for (int s0 = 0; s0 < 32; s0 += kBatch) {
+            if (s0 >= part.n_segments) break;
             float v[kBatch];
 #pragma unroll
-            for (int s = 0; s < kBatch; s++) v[s] = sums[(s0 + s) * kTiles * kColumns * 128];
+            for (int s = 0; s < kBatch; s++) v[s] = load_shared(sums + (s0 + s) * kSegmentBytes);
 #pragma unroll
             for (int s = 0; s < kBatch; s++)
               if (s0 + s < part.n_segments) sum = __fadd_rn(sum, v[s]);
           }
-          if (part.squares) sum = __fmul_rn(inverse[i][o.row], sum);
+          sum = __fmul_rn(inv, sum);
           y = i == 0 ? sum : __fadd_rn(y, sum);
         }
         if (last_part) {
           if (p.epilogue == kEpilogueSilu) {
             const float up = __shfl_xor_sync(0xffffffffu, y, 2);
-            if (o.wanted && (thread & 2) == 0 && o.j < p.n) p.out[(size_t)o.row * p.out_stride + o.j] = __float2bfloat16(__fmul_rn(silu(y), up));
+            if (o.wanted && (thread & 2) == 0 && o.j < p.n) *out = __float2bfloat16(__fmul_rn(silu(y), up));
           } else {
             const bool stores = o.wanted && o.n < p.n;
             float v = 0;
             if (stores) {
-              if (p.bias) y = __fadd_rn(y, __bfloat162float(p.bias[o.n]));
-              v = store_output(p, o.row, o.n, y, extra);
-              if (p.next_norm) p.normed[(size_t)o.row * p.out_stride + o.n] = __float2bfloat16(__fmul_rn(v, this_norm));
+              if (p.bias) y = __fadd_rn(y, bf16_low(this_bias));
+              v = store_output(p, o.row, o.n, out, y, bf16_low(residual));
+              if (p.next_norm) p.normed[(size_t)o.row * p.out_stride + o.n] = __float2bfloat16(__fmul_rn(v, bf16_low(this_norm)));
               if (p.max_value && y > best[thread]) { best[thread] = y; best_id[thread] = o.n; }   // n ascends: ties keep the lowest
             }
             if (p.next_norm) {
@@ -211,7 +253,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
         }
       }
       if constexpr (kBuffers == 1) __syncthreads();
-      else buffer ^= 1;
+      else buffer_offset ^= kBufferBytes;
     }
   }
 
@@ -239,7 +281,6 @@ LINEAR(linear_m8_t2_w8_a2, 2, 1, 8, 2, 1)
 LINEAR(linear_m8_t2_w8_a3, 2, 1, 8, 3, 1)
 LINEAR(linear_m8_t1_w16_a1, 1, 1, 16, 1, 1)
 LINEAR(linear_m8_t1_w16_a2, 1, 1, 16, 2, 1)
-LINEAR(linear_m8_t1_w16_a3, 1, 1, 16, 3, 1)
 LINEAR(linear_m8_t2_w16_a1, 2, 1, 16, 1, 1)
 LINEAR(linear_m16_t1_w8_a2, 1, 2, 8, 2, 1)
 LINEAR(linear_m16_t1_w16_a1, 1, 2, 16, 1, 1)

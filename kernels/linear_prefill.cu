@@ -1,56 +1,111 @@
 // Linear layers of a prefill chunk of up to 1024 rows: the same out[m][n] = epilogue(sum over k of w[n][k] * x[m][k]) as linear.cu, to the same bits. Weights
 // come straight in their re-tiled order as the 16-row operand, tokens are the columns; each segment of K is summed from zero by the mma and then added, as decode
-// does, which costs a second set of accumulators and one add per output and segment. A norm is applied by norm_rows before (x * norm, and inv per row for the end).
+// does, which costs a second set of accumulators. A norm is applied by norm_rows before (x * norm, and inv per row for the end).
 //
 // Grid: (token tiles, weight tiles): blocks that share weights run together, so that weights are read from memory once. Block: kWarpsN x kWarpsM warps, each
-// kTiles 16-row tiles x kColumns 8-token columns. Shared memory: a ring of kStages steps of one 32-k block, filled by cp.async: [kStages][weights kN/16 x 64,
-// tokens kM x 4] uint4; every read of a fragment is 512 contiguous bytes a warp. The 128 x 128 tile takes 64 KB: a prefill needs no early residency
-// (its kernels are long), so it is exempt from the 48 KB rule.
+// kTiles 16-row tiles x kColumns 8-token columns. Shared memory: a ring of steps of kStep 32-k blocks, filled by cp.async: [stages][weights [tile][kStep][2][32],
+// tokens [kStep][kM][4]] uint4; every read of fragments is 512 contiguous bytes a warp. Fragments are read one 16-k half ahead of their mma, across the step's
+// one barrier too. A prefill needs no early residency (its kernels are long), so it is exempt from the 48 KB rule: the ring takes up to the 96 KB that sm_120 has.
 #include "linear_row.cuh"
 
 namespace {
-constexpr int kStages = 4;
+// Stages of the ring, and shared memory of a launch: the host passes it, and raises the limit of the function once.
+__host__ __device__ constexpr int prefill_stage_bytes(int n_tile, int m_tile, int step) { return step * (n_tile / 16 * 64 + m_tile * 4) * 16; }
+__host__ __device__ constexpr int prefill_stages(int n_tile, int m_tile, int step, int ring) { return ring / prefill_stage_bytes(n_tile, m_tile, step); }
+__host__ __device__ constexpr int prefill_shared_bytes(int n_tile, int m_tile, int ring = 96 << 10) { return prefill_stages(n_tile, m_tile, 2, ring) * prefill_stage_bytes(n_tile, m_tile, 2); }
 
-// Shared memory of a launch: the host passes it, and for more than 48 KB raises the limit of the function once.
-__host__ __device__ constexpr int prefill_shared_bytes(int n_tile, int m_tile) { return kStages * (n_tile / 16 * 64 + m_tile * 4) * 16; }
+// Stores outputs n .. n + kCount of a row, as store_output does: in whole words (`words`; extra is then the residual), or one by one.
+template <int kCount>
+__device__ __forceinline__ void store_row(const LinearParams& p, int row, int n, float (&v)[16], bool words, const uint4 (&extra)[2]) {
+  const size_t at = (size_t)row * p.out_stride + n;
+  const bool silu = p.epilogue == kEpilogueSilu, residual = p.epilogue == kEpilogueResidual;
+  if (p.bias && !silu) {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) if (n + i < p.n) v[i] = __fadd_rn(v[i], __bfloat162float(p.bias[n + i]));
+  }
+  if (!words) {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+      if (n + i >= p.n) break;
+      if (silu) p.out[at + i] = __float2bfloat16(v[i]);
+      else store_output(p, row, n + i, v[i], residual ? __bfloat162float(p.residual[at + i]) : 0.0f);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; i += 8) {
+    const uint32_t x[4] = {extra[i / 8].x, extra[i / 8].y, extra[i / 8].z, extra[i / 8].w};
+    uint32_t out[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      float low = v[i + 2 * j], high = v[i + 2 * j + 1];
+      if (residual) { low = __fadd_rn(bf16_low(x[j]), low); high = __fadd_rn(bf16_high(x[j]), high); }
+      out[j] = bf16_pair(low, high);
+    }
+    const uint4 word = make_uint4(out[0], out[1], out[2], out[3]);
+    *reinterpret_cast<uint4*>(p.out + at + i) = word;
+    if (residual && p.tap) *reinterpret_cast<uint4*>(p.tap + (size_t)row * p.tap_stride + n + i) = word;
+  }
+}
 
-template <int kTiles, int kColumns, int kWarpsN, int kWarpsM, int kParts>
+template <int kTiles, int kColumns, int kWarpsN, int kWarpsM, int kParts, int kRing = 96 << 10, int kStep = 2>
 __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
-  constexpr int kThreads = kWarpsN * kWarpsM * 32, kNTiles = kTiles * kWarpsN, kM = kColumns * kWarpsM * 8;
-  constexpr int kWeightWords = kNTiles * 64, kTokenWords = kM * 4, kStageWords = kWeightWords + kTokenWords;
-  static_assert(prefill_shared_bytes(kNTiles * 16, kM) == kStages * kStageWords * 16, "the host's number");
+  constexpr int kThreads = kWarpsN * kWarpsM * 32, kNTiles = kTiles * kWarpsN, kM = kColumns * kWarpsM * 8, kStages = prefill_stages(kNTiles * 16, kM, kStep, kRing);
+  constexpr int kWeightWords = kNTiles * kStep * 64, kTokenWords = kM * kStep * 4, kStageWords = kWeightWords + kTokenWords;
+  constexpr int kTileStride = kThreads / (kStep * 64), kRowStride = kThreads / (kStep * 4);   // between two copies of a thread
+  static_assert(kThreads % (kStep * 64) == 0 && kWeightWords % kThreads == 0 && kTokenWords % kThreads == 0 && kStages >= 3, "copies divide evenly");
   DYN_SMEM(uint4, ring);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int warp_n = warp % kWarpsN * kTiles, warp_m = warp / kWarpsN * kColumns;   // in tiles, in columns of 8
   const int first_tile = blockIdx.y * kNTiles, first_token = blockIdx.x * kM;
-  const int k_blocks0 = k_blocks_of(p.part[0].k), n_steps = k_blocks0 + (kParts > 1 ? k_blocks_of(p.part[1].k) : 0);
+  auto steps_of = [&](int i) { return (k_blocks_of(p.part[i].k) + kStep - 1) / kStep; };
+  const int n_steps0 = steps_of(0), n_steps = n_steps0 + (kParts > 1 ? steps_of(1) : 0);
 
-  auto fetch_weights = [&](int step) {
-    const int i = kParts > 1 && step >= k_blocks0, block = step - (i ? k_blocks0 : 0), k_blocks = k_blocks_of(p.part[i].k);
-#pragma unroll
-    for (int w = threadIdx.x; w < kWeightWords; w += kThreads) {
-      const int tile = first_tile + w / 64;
-      copy_async(&ring[step % kStages * kStageWords + w], p.part[i].weights + ((size_t)min(tile, p.n_tiles - 1) * k_blocks + block) * 64 + w % 64, tile < p.n_tiles);
-    }
-  };
+  // A thread's copies of the next step. A step that K does not fill, rows and tiles that are not there are zeros: they change no bits, since a sum is never -0.
+  constexpr int kWeightCopies = kWeightWords / kThreads, kCopies = kStageWords / kThreads;
+  const int my_tile = first_tile + threadIdx.x / (kStep * 64), my_row = first_token + threadIdx.x / (kStep * 4), my_block = threadIdx.x / 64 % kStep, my_k = threadIdx.x % (kStep * 4) * 8;
+  const uint4* weights_from;
+  const bf16* tokens_from;
   int n_rows = 0;
-  auto fetch_tokens = [&](int step) {
-    const int i = kParts > 1 && step >= k_blocks0, block = step - (i ? k_blocks0 : 0);
-#pragma unroll
-    for (int w = threadIdx.x; w < kTokenWords; w += kThreads) {
-      const int m = first_token + w / 4, k = block * 32 + w % 4 * 8;
-      const bool valid = m < n_rows && k < p.part[i].k;
-      copy_async(&ring[step % kStages * kStageWords + kWeightWords + w], p.part[i].x + (valid ? (size_t)m * p.part[i].x_stride + k : 0), valid);
-    }
+  auto part_of = [&](int step) { return kParts > 1 && step >= n_steps0; };
+  auto first_block_of = [&](int step) { return (step - (part_of(step) ? n_steps0 : 0)) * kStep; };
+  auto enter_weights = [&](int i) { weights_from = p.part[i].weights + (size_t)my_tile * k_blocks_of(p.part[i].k) * 64 + threadIdx.x % (kStep * 64); };
+  auto enter_tokens = [&](int i) { tokens_from = p.part[i].x + (size_t)my_row * p.part[i].x_stride + my_k; };
+  auto copy_weights = [&](int step, uint4* to, int i) {
+    const int k_blocks = k_blocks_of(p.part[part_of(step)].k);
+    copy_async(to + threadIdx.x + i * kThreads, weights_from + (size_t)(i * kTileStride) * k_blocks * 64, first_block_of(step) + my_block < k_blocks && my_tile + i * kTileStride < p.n_tiles);
+  };
+  // Rows swap places pairwise in odd blocks: then the 128 bytes of a row that 8 threads copy lie in all banks.
+  const int tokens_to = kWeightWords + my_k / 32 * kM * 4 + ((threadIdx.x / (kStep * 4) * 4 + (threadIdx.x & 3)) ^ (my_k / 32 % 2 * 4));
+  auto copy_tokens = [&](int step, uint4* to, int i) {
+    const LinearPart& part = p.part[part_of(step)];
+    copy_async(to + tokens_to + i * kRowStride * 4, tokens_from + (size_t)(i * kRowStride) * part.x_stride, first_block_of(step) * 32 + my_k < part.k && my_row + i * kRowStride < n_rows);
+  };
+  static_assert(kRowStride % 2 == 0, "the swap is the same for all copies of a thread");
+  auto next_weights = [&](int step) {
+    weights_from += kStep * 64;
+    if (kParts > 1 && step + 1 == n_steps0) enter_weights(1);
+  };
+  auto next_tokens = [&](int step) {
+    tokens_from += kStep * 32;
+    if (kParts > 1 && step + 1 == n_steps0) enter_tokens(1);
   };
 
-  for (int s = 0; s < kStages - 1; s++) if (s < n_steps) fetch_weights(s);
+  enter_weights(0);
+  for (int s = 0; s < kStages - 1; s++) {
+#pragma unroll
+    for (int i = 0; i < kWeightCopies; i++) copy_weights(s, ring + s * kStageWords, i);
+    next_weights(s);
+  }
   pdl_launch_dependents();
   pdl_wait();
   n_rows = p.n_rows ? min(*p.n_rows, p.rows) : p.rows;
   if (first_token >= n_rows) return;
+  enter_tokens(0);
   for (int s = 0; s < kStages - 1; s++) {
-    if (s < n_steps) fetch_tokens(s);
+#pragma unroll
+    for (int i = 0; i < kCopies - kWeightCopies; i++) copy_tokens(s, ring + s * kStageWords, i);
+    next_tokens(s);
     copy_async_commit();
   }
 
@@ -68,71 +123,120 @@ __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
   auto token = [&](int c, int e) { return first_token + (warp_m + c) * 8 + 2 * t + (e & 1); };
   auto inverse = [&](int i, int c, int e) { return p.part[i].inv && token(c, e) < n_rows ? p.part[i].inv[token(c, e)] : 1.0f; };
 
-  int left = p.part[0].segment_blocks;
-  for (int step = 0; step < n_steps; step++) {
-    copy_async_wait<kStages - 2>();
-#ifndef PLANT_MISSING_BARRIER
-    __syncthreads();   // all copies of this step are in; the slot of the step before is free
-#endif
-    if (step + kStages - 1 < n_steps) {
-      fetch_weights(step + kStages - 1);
-      fetch_tokens(step + kStages - 1);
-    }
-    copy_async_commit();
-    const uint4* weights = ring + step % kStages * kStageWords + warp_n * 64 + lane;
-    const uint4* tokens = ring + step % kStages * kStageWords + kWeightWords + (warp_m * 8 + g) * 4 + t;
-    uint4 in[kColumns];
+  // Fragments of half q of the step at `stage`. Weights are double-buffered; tokens (both halves of a block in one read) are replaced as soon as the mma took them.
+  uint4 weights[2][kTiles], tokens[kColumns];
+  auto read_weights = [&](const uint4* stage, int q) {
 #pragma unroll
-    for (int c = 0; c < kColumns; c++) in[c] = tokens[c * 32];
+    for (int r = 0; r < kTiles; r++) weights[q & 1][r] = stage[(warp_n + r) * kStep * 64 + q * 32 + lane];
+  };
+  auto read_tokens = [&](const uint4* stage, int block, int c) { tokens[c] = stage[kWeightWords + block * kM * 4 + (warp_m + c) * 32 + (lane ^ (block % 2 * 4))]; };
+  auto multiply = [&](int q, const uint4* next_stage, auto starts) {   // starts: a segment, so that what acc holds goes into sum first
 #pragma unroll
-    for (int r = 0; r < kTiles; r++) {
-      const uint4 a0 = weights[r * 64], a1 = weights[r * 64 + 32];
+    for (int c = 0; c < kColumns; c++) {
 #pragma unroll
-      for (int c = 0; c < kColumns; c++) mma_bf16(acc[r][c], a0, in[c].x, in[c].y);
+      for (int r = 0; r < kTiles; r++) {
+        if (starts.value) {
 #pragma unroll
-      for (int c = 0; c < kColumns; c++) mma_bf16(acc[r][c], a1, in[c].z, in[c].w);
-    }
-    const bool part_ends = step + 1 == n_steps || (kParts > 1 && step + 1 == k_blocks0);
-    if (--left == 0 || part_ends) {
-      for_each([&](int r, int c, int e) { sum[r][c][e] = __fadd_rn(sum[r][c][e], acc[r][c][e]); acc[r][c][e] = 0; });
-      left = p.part[0].segment_blocks;
-      if constexpr (kParts > 1) {
-        if (step + 1 >= k_blocks0) left = p.part[1].segment_blocks;
-        if (part_ends && step + 1 != n_steps) for_each([&](int r, int c, int e) { y[r][c][e] = __fmul_rn(inverse(0, c, e), sum[r][c][e]); sum[r][c][e] = 0; });
+          for (int e = 0; e < 4; e++) { sum[r][c][e] = __fadd_rn(sum[r][c][e], acc[r][c][e]); acc[r][c][e] = 0; }
+        }
+        mma_bf16(acc[r][c], weights[q & 1][r], q & 1 ? tokens[c].z : tokens[c].x, q & 1 ? tokens[c].w : tokens[c].y);
       }
+      if (q & 1) read_tokens(next_stage, (q / 2 + 1) % kStep, c);
     }
+  };
+
+  copy_async_wait<kStages - 2>();
+  __syncthreads();
+  read_weights(ring, 0);
+#pragma unroll
+  for (int c = 0; c < kColumns; c++) read_tokens(ring, 0, c);
+  int slot = 0, left = 0;   // blocks left of the segment
+  for (int step = 0; step < n_steps; step++) {
+    const uint4* stage = ring + slot * kStageWords;
+    uint4* free_slot = ring + (slot == 0 ? kStages - 1 : slot - 1) * kStageWords;   // of the step before: the last barrier was behind its last read
+    slot = slot + 1 == kStages ? 0 : slot + 1;
+#pragma unroll
+    for (int q = 0; q < kStep * 2; q++) {
+      if (q + 1 < kStep * 2) read_weights(stage, q + 1);
+      // The copies are spread over the step.
+#pragma unroll
+      for (int i = q * kCopies / (kStep * 2); i < (q + 1) * kCopies / (kStep * 2); i++)
+        if (i < kWeightCopies) copy_weights(step + kStages - 1, free_slot, i); else copy_tokens(step + kStages - 1, free_slot, i - kWeightCopies);
+      if (q + 1 == kStep * 2) {
+        next_weights(step + kStages - 1);
+        next_tokens(step + kStages - 1);
+        copy_async_commit();
+        copy_async_wait<kStages - 2>();
+#ifndef PLANT_MISSING_BARRIER
+        __syncthreads();   // all copies of the next step are in, all reads of this one are done
+#endif
+        read_weights(ring + slot * kStageWords, 0);
+      }
+      if (q % 2 == 0 && left == 0) {
+        multiply(q, stage, std::true_type());
+        left = p.part[kParts > 1 && step >= n_steps0].segment_blocks;
+      } else {
+        multiply(q, q + 1 < kStep * 2 ? stage : ring + slot * kStageWords, std::false_type());
+      }
+      if (q % 2) left--;
+    }
+    if constexpr (kParts > 1)
+      if (step + 1 == n_steps0) {
+        for_each([&](int r, int c, int e) { y[r][c][e] = __fmul_rn(inverse(0, c, e), __fadd_rn(sum[r][c][e], acc[r][c][e])); sum[r][c][e] = acc[r][c][e] = 0; });
+        left = 0;
+      }
   }
 
-  if constexpr (kParts > 1)
-    for_each([&](int r, int c, int e) { sum[r][c][e] = __fadd_rn(y[r][c][e], __fmul_rn(inverse(1, c, e), sum[r][c][e])); });
-  else
-    for_each([&](int r, int c, int e) { sum[r][c][e] = __fmul_rn(inverse(0, c, e), sum[r][c][e]); });
+  // The sums change places through shared memory (the ring is done with), so that a thread gets a tile's outputs of one row: [kM][kNTiles][16] floats, padded so
+  // that neither side has bank conflicts.
+  constexpr int kTilePitch = 20, kRowPitch = kNTiles * kTilePitch + 4, kItems = kM * kNTiles / kThreads, kItemRows = kThreads / kNTiles;
+  static_assert(kM * kNTiles % kThreads == 0 && kM * kRowPitch * 4 <= kStages * kStageWords * 16, "the sums fit where the ring was");
+  float* sums = reinterpret_cast<float*>(ring);
+  __syncthreads();
+  for_each([&](int r, int c, int e) {
+    float v = __fmul_rn(inverse(kParts - 1, c, e), __fadd_rn(sum[r][c][e], acc[r][c][e]));
+    if constexpr (kParts > 1) v = __fadd_rn(y[r][c][e], v);
+    sums[((warp_m + c) * 8 + 2 * t + (e & 1)) * kRowPitch + (warp_n + r) * kTilePitch + g + 8 * (e >> 1)] = v;
+  });
+  const int item_tile = threadIdx.x % kNTiles, item_row = threadIdx.x / kNTiles, tile = first_tile + item_tile;
+  const bool silu_end = p.epilogue == kEpilogueSilu, residual = p.epilogue == kEpilogueResidual;
+  const int n = tile * (silu_end ? 8 : 16), n_end = n + (silu_end ? 8 : 16);
+  const bool words = p.epilogue != kEpilogueLogits && p.out_stride % 8 == 0 && (!p.tap || p.tap_stride % 8 == 0) && n_end <= p.n;
+  uint4 extra[kItems][2];
 #pragma unroll
-  for (int r = 0; r < kTiles; r++) {
-    const int tile = first_tile + warp_n + r;
-    if (tile >= p.n_tiles) continue;
+  for (int i = 0; i < kItems; i++) {
+    const int m = first_token + item_row + i * kItemRows;
+    if (!words || !residual || m >= n_rows) continue;
+    const uint4* from = reinterpret_cast<const uint4*>(p.residual + (size_t)m * p.out_stride + n);
+    extra[i][0] = load_activations(from);
+    extra[i][1] = load_activations(from + 1);
+  }
+  __syncthreads();
 #pragma unroll
-    for (int c = 0; c < kColumns; c++)
+  for (int i = 0; i < kItems; i++) {
+    const int row = item_row + i * kItemRows, m = first_token + row;
+    if (m >= n_rows || tile >= p.n_tiles) break;
+    float v[16];
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const int m = token(c, e);
-        if (m >= n_rows) continue;
-        if (p.epilogue == kEpilogueSilu) {
-          const int j = tile * 8 + g;
-          if (e < 2 && j < p.n) p.out[(size_t)m * p.out_stride + j] = __float2bfloat16(__fmul_rn(silu(sum[r][c][e]), sum[r][c][e ^ 2]));
-          continue;
-        }
-        const int n = tile * 16 + g + 8 * (e >> 1);
-        if (n >= p.n) continue;
-        float v = sum[r][c][e];
-        if (p.bias) v = __fadd_rn(v, __bfloat162float(p.bias[n]));
-        store_output(p, m, n, v, p.epilogue == kEpilogueResidual ? __bfloat162float(p.residual[(size_t)m * p.out_stride + n]) : 0.0f);
-      }
+    for (int q = 0; q < 4; q++) *reinterpret_cast<float4*>(&v[q * 4]) = *reinterpret_cast<const float4*>(&sums[row * kRowPitch + item_tile * kTilePitch + q * 4]);
+    if (silu_end) {
+#pragma unroll
+      for (int j = 0; j < 8; j++) v[j] = __fmul_rn(silu(v[j]), v[8 + j]);
+      store_row<8>(p, m, n, v, words, extra[i]);
+    } else {
+      store_row<16>(p, m, n, v, words, extra[i]);
+    }
   }
 }
 }  // namespace
 
 // linear_prefill_<weight rows>x<tokens of a block>; the small one also takes two parts. Shared memory: prefill_shared_bytes.
 KERNEL(linear_prefill_128x128, LinearParams, 256, 1) { linear_prefill<4, 4, 2, 4, 1>(p); }
+KERNEL(linear_prefill_128x128_s6, LinearParams, 256, 1) { linear_prefill<4, 4, 2, 4, 1, 192 << 10>(p); }
 KERNEL(linear_prefill_64x64, LinearParams, 128, 2) { linear_prefill<2, 4, 2, 2, 1>(p); }
+KERNEL(linear_prefill_64x64_s12, LinearParams, 128, 1) { linear_prefill<2, 4, 2, 2, 1, 192 << 10>(p); }
+KERNEL(linear_prefill_64x64_w8a, LinearParams, 256, 1) { linear_prefill<2, 2, 2, 4, 1, 192 << 10>(p); }
+KERNEL(linear_prefill_64x64_w8b, LinearParams, 256, 1) { linear_prefill<1, 4, 4, 2, 1, 192 << 10>(p); }
+KERNEL(linear_prefill_64x64_w8a6, LinearParams, 256, 2) { linear_prefill<2, 2, 2, 4, 1>(p); }
+KERNEL(linear_prefill_64x64_w8b6, LinearParams, 256, 2) { linear_prefill<1, 4, 4, 2, 1>(p); }
 KERNEL(linear_prefill_64x64_two, LinearParams, 128, 2) { linear_prefill<2, 4, 2, 2, 2>(p); }

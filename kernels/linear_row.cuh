@@ -31,18 +31,22 @@ __device__ __forceinline__ uint4 times_norm(const uint4& x, const uint4& g) {
 // ---- epilogue ----
 __device__ __forceinline__ float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.0f, __expf(-x))); }
 
-// Stores y for output n of a row (all epilogues but Silu). `extra` is the residual, already loaded. Returns what the row now holds.
-__device__ __forceinline__ float store_output(const LinearParams& p, int row, int n, float y, float extra) {
-  const size_t at = (size_t)row * p.out_stride + n;
+// Stores y for output n of a row (all epilogues but Silu) at `out` (p.out + row * out_stride + n). `extra` is the residual, already loaded. Returns what the row
+// now holds.
+__device__ __forceinline__ float store_output(const LinearParams& p, int row, int n, bf16* out, float y, float extra) {
   if (p.epilogue == kEpilogueLogits) {
-    p.logits[at] = y;
+    p.logits[(size_t)row * p.out_stride + n] = y;
     return y;
   }
   if (p.epilogue == kEpilogueResidual) y = __fadd_rn(extra, y);
   const bf16 v = __float2bfloat16(y);
-  p.out[at] = v;
+  *out = v;
   if (p.epilogue == kEpilogueResidual && p.tap) p.tap[(size_t)row * p.tap_stride + n] = v;
   return __bfloat162float(v);
+}
+// The same with the address made here.
+__device__ __forceinline__ float store_output(const LinearParams& p, int row, int n, float y, float extra) {
+  return store_output(p, row, n, p.out + (size_t)row * p.out_stride + n, y, extra);
 }
 
 }  // namespace

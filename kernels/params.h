@@ -24,7 +24,7 @@ struct alignas(16) State {
 };
 static_assert(sizeof(State) == 192, "State");
 
-enum { STOP_NONE = 0, STOP_EOS = 1, STOP_LENGTH = 2, STOP_CONTEXT = 3, STOP_NOT_FINITE = 4, STOP_ALL_BANNED = 5 };
+enum { STOP_NONE = 0, STOP_EOS = 1, STOP_LENGTH = 2, STOP_CONTEXT = 3, STOP_NO_CHOICE = 4 };   // 4: a row without a token to choose: all are banned, or no logit is finite
 
 // What stays for a whole request; device memory, written by the host between requests.
 struct alignas(16) SamplingParams {
@@ -61,44 +61,44 @@ enum {
 
 // ---- sample.cu ----
 enum { SAMPLE_SLICE = 4032, SAMPLE_ROWS = 16, SAMPLE_BINS = 1024 };
-// What top-k and top-p leave of a row's ranks (sample.cu explains ranks): below `sure` is kept, inside the two ranges is settled by sample_choose.
+// What top-k and top-p leave of a row's ranks (sample.cu explains ranks): below `sure` is kept, inside the two ranges is settled by sample_settle.
 struct alignas(16) SampleCut {
-  unsigned long long sure, k_first, k_last, p_first, p_last, pad;
+  unsigned long long sure, k_first, k_last, p_first, p_last;
   unsigned long long k_rank, k_mass_before, p_mass_before;
   unsigned long long kept_mass;      // mass of all that top-k keeps, when k's range is empty
+  unsigned long long pad;
 };
 // All zero before the first pass; every pass leaves it so (except `cut`, which it overwrites).
 struct alignas(16) SampleScratch {
-  unsigned long long best[SAMPLE_ROWS];      // key of the largest logit
+  unsigned long long best[SAMPLE_ROWS];      // key of the largest logit, where options change logits
   unsigned long long chosen[SAMPLE_ROWS];    // key of the largest logit with noise
-  unsigned row_arrivals[SAMPLE_ROWS];
   unsigned n_listed[SAMPLE_ROWS];
-  unsigned arrivals;
-  unsigned not_finite;                       // bit per row
-  unsigned pad[2];
   SampleCut cut[SAMPLE_ROWS];
   unsigned long long mass[SAMPLE_ROWS][SAMPLE_BINS];
   unsigned count[SAMPLE_ROWS][SAMPLE_BINS];
 };
-static_assert(sizeof(SampleScratch) == 16 * (8 + 8 + 4 + 4) + 16 + 16 * 80 + 16 * 1024 * 12, "SampleScratch");
+static_assert(sizeof(SampleScratch) == 16 * (8 + 8 + 4) + 16 * 80 + 16 * 1024 * 12, "SampleScratch");
 
-// For sample_adjust, sample_cut, sample_choose: grid (blocks a row >= ceil(vocab / SAMPLE_SLICE), width <= 16), 256 threads.
+// For the sample_* kernels, 256 threads each. Grids, b being any number of blocks >= ceil(vocab / SAMPLE_SLICE): sample_adjust, sample_count, sample_choose
+// (b, width); sample_settle (1, width); sample_accept (1).
 struct SampleParams {
-  float* logits;                   // [width or 1 (prefill)][stride]; overwritten where an option changes them
+  float* logits;                   // [width][stride]; overwritten where an option changes them
   State* state;
-  const SamplingParams* options;
+  const SamplingParams* options;   // does not change while a graph runs
   SampleScratch* scratch;
-  unsigned long long* list;        // [width][vocab]; not needed (null) for a graph without sample_cut
+  unsigned long long* list;        // [width][vocab]; for sample_choose and sample_settle, null in a graph without filters
   unsigned* counts;                // [vocab]; bits 0..30: times in the answer, bit 31: in the prompt
   const float* bias;               // [vocab], added; may be null while has_bias is 0
   int* history;                    // [at least context]; prompt and answer
   unsigned long long* ring;        // [RECORDS][RECORD_WORDS], pinned host memory
+  const float* max_value;          // [width][n_max]: LinearParams::max_value and max_id of the head, n_max its gridDim.x
+  const int* max_id;
   int vocab;                       // at most 2^20
   int stride;
-  int prefill;                     // 1: one row of logits, the last of State.rows new rows; no drafts
-  int pad;
+  int n_max;
+  int width;                       // rows the pass was captured for, at most 16
 };
-static_assert(sizeof(SampleParams) == 88, "SampleParams");
+static_assert(sizeof(SampleParams) == 104, "SampleParams");
 
 // For prefill_advance: one warp, at the end of a prefill chunk that chooses no token.
 struct AdvanceParams {
@@ -281,21 +281,23 @@ struct DraftScratch {
 };
 static_assert(sizeof(DraftScratch) == 16, "DraftScratch");
 
-// For draft_choose: grid (any number of blocks), 256 threads. One draft from one row of the drafter's logits.
+// For draft_choose: grid (any number of blocks, best ceil(vocab / 256)), 256 threads. One draft from one row of the drafter's logits.
 struct DraftParams {
   const float* logits;             // [rows][stride]
   State* state;
   const SamplingParams* options;
   DraftScratch* scratch;
   const int* target_ids;           // [vocab], the target's id of each draft id, ascending; null: the same ids
+  const float* max_value;          // [rows][n_max]: LinearParams::max_value and max_id of the drafter's head
+  const int* max_id;
   int vocab;
   int stride;
   int row;                         // row of logits; -1: the row of the last emitted token, emitted - 1
   int index;                       // which draft this is: 0, 1, ..
   int n_drafts;                    // how many this graph makes; after the last State.n_drafts and rows are set
-  int pad;
+  int n_max;
 };
-static_assert(sizeof(DraftParams) == 64, "DraftParams");
+static_assert(sizeof(DraftParams) == 80, "DraftParams");
 
 // For ngram_draft: grid (any number of blocks), 256 threads.
 struct NgramParams {

@@ -54,6 +54,50 @@ __device__ __forceinline__ int thread_index_anew() {
 #endif
 }
 
+// Makes the compiler have v in a register here: work that would otherwise slip behind a wait or a barrier, onto the way that others wait for.
+__device__ __forceinline__ void have_now(int& v) {
+#ifndef CPU_SHIM
+  asm volatile("" : "+r"(v));
+#endif
+}
+template <class T> __device__ __forceinline__ void have_now(T*& v) {
+#ifndef CPU_SHIM
+  asm volatile("" : "+l"(v));
+#endif
+}
+
+// ---- shared memory by address: one register, computed once (on sm_90 the compiler otherwise rebuilds it at each use) ----
+#ifdef CPU_SHIM
+typedef char* SharedAddress;   // counts bytes
+#else
+typedef int SharedAddress;
+#endif
+__device__ __forceinline__ SharedAddress shared_address(void* p) {
+#ifdef CPU_SHIM
+  return static_cast<char*>(p);
+#else
+  return (int)__cvta_generic_to_shared(p);
+#endif
+}
+__device__ __forceinline__ void store_shared(SharedAddress at, const float (&v)[4]) {
+#ifdef CPU_SHIM
+  std::memcpy(at, v, 16);
+#else
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+#endif
+}
+__device__ __forceinline__ float load_shared(SharedAddress at) {
+#ifdef CPU_SHIM
+  float r;
+  std::memcpy(&r, at, 4);
+  return r;
+#else
+  float r;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(r) : "r"(at) : "memory");
+  return r;
+#endif
+}
+
 // ---- loads and stores ----
 // 16 bytes of weights or constants, used once: not kept in L1. Legal before pdl_wait.
 __device__ __forceinline__ uint4 load_weights(const uint4* p) {
@@ -82,6 +126,25 @@ __device__ __forceinline__ uint4 load_activations(const uint4* p) {
 #else
   uint4 r;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
+  return r;
+#endif
+}
+// One bf16 as raw bits, so that nothing waits for it before it is used: a constant (legal before pdl_wait), an activation (only after it).
+__device__ __forceinline__ unsigned short load_constant_bits(const bf16* p) {
+#ifdef CPU_SHIM
+  return __bfloat16_as_ushort(*p);
+#else
+  unsigned short r;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(r) : "l"(p));
+  return r;
+#endif
+}
+__device__ __forceinline__ unsigned short load_activation_bits(const bf16* p) {
+#ifdef CPU_SHIM
+  return __bfloat16_as_ushort(*p);
+#else
+  unsigned short r;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(r) : "l"(p) : "memory");
   return r;
 #endif
 }

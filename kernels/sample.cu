@@ -5,15 +5,18 @@
 // A row's choice depends on its logits, its position and the tokens before it, never on width or grid: maxima and integer sums have no order.
 //   l = logit with penalties, bias, ban     z = (l - max l) / T     g = noise of (seed, position, id)     choice = argmax of z + g over the kept ids
 // Filters. A rank is |z|'s bits << 20 | id: ranks ascend in (z descending, id ascending), all are different, and what top-k, top-p or min-p keeps is "all
-// ranks up to a cut". Cuts are found exactly: sample_cut counts ids and mass in 1024 bins of ranks (64 to an octave of |z|) and finds the bins that hold
-// a cut; sample_choose lists the few ids in those bins, and the last block of a row selects the cut among them digit by digit. A flat row has all its
-// ids in one bin: slower, but right.
+// ranks up to a cut". Cuts are found exactly: sample_count adds up ids and mass in 1024 bins of ranks (64 to an octave of |z|); sample_choose finds the
+// bins that hold a cut and lists the few ids in them; sample_settle selects the cut among those, digit by digit. A flat row has all its ids in one bin:
+// slower, but right.
 //
-//   sample_adjust   penalties, bias, bans; the largest logit. At temperature 0 that is the choice, and its last block accepts.
-//   sample_cut      only with top-k or top-p; otherwise returns at once
-//   sample_choose   only at a temperature; noise and choice; its last block accepts
-// A graph for temperature 0 needs sample_adjust alone, one without top-k and top-p needs no sample_cut; the full chain does for all options.
-// Split: grid (blocks a row, rows), 256 threads, each 4 quads of logits, loaded before anything else is looked at. Shared memory at most 13 KB.
+//   sample_adjust   penalties, bias, bans, and the largest logit after them (without them the head's own maxima serve)
+//   sample_count    top-k, top-p: the bins
+//   sample_choose   a temperature: noise, and the choice among the ids that are kept for sure
+//   sample_settle   top-k, top-p: the ids near the cuts
+//   sample_accept   always: acceptance, ends, State, the record
+// A kernel whose options are off returns at once, so that the chain of all five is right for every request; a graph made for a kind of request leaves out
+// what it does not need (greedy: sample_accept alone). Kernels follow one another instead of counting arrivals: on an H200 an edge costs less than a fence
+// and an atomic's way back. Split: grid (blocks a row, rows), each thread 4 quads of logits. At most 13 KB of shared memory.
 #include "sample.cuh"
 
 namespace {
@@ -24,17 +27,23 @@ static_assert(SAMPLE_SLICE < 4096, "sums of 20-bit parts of the mass must stay b
 
 constexpr unsigned kInPrompt = 0x80000000u;
 
-// What a kernel needs of State and options, requested together with its logits: one trip to memory before the first decision.
-struct Control {
-  State s;                                                      // up to history_length
-  SamplingParams o;                                             // up to min_tokens
-  __device__ explicit Control(const SampleParams& p) : s(load_front<3>(p.state)), o(load_front<3>(p.options)) {}
-  __device__ int n_rows(const SampleParams& p) const { return p.prefill ? 1 : max(1, min(s.rows, (int)gridDim.y)); }
-  // Position of the token that row `row` chooses.
-  __device__ int position(const SampleParams& p, int row) const { return s.length + (p.prefill ? s.rows : row + 1); }
-  __device__ bool top_k(const SampleParams& p) const { return o.top_k > 0 && o.top_k < p.vocab; }
-  __device__ bool top_p() const { return o.top_p < 1ull << 32; }
-};
+// Options up to min_tokens. They are constants of the graph: read before pdl_wait.
+__device__ __forceinline__ SamplingParams load_options(const SampleParams& p) { return load_front<3>(p.options); }
+__device__ __forceinline__ bool adjusts(const SamplingParams& o) {
+  return o.repetition_penalty != 1 || o.presence_penalty != 0 || o.frequency_penalty != 0 || o.has_bias || o.min_tokens > 0;
+}
+__device__ __forceinline__ bool has_top_k(const SampleParams& p, const SamplingParams& o) { return o.top_k > 0 && o.top_k < p.vocab; }
+__device__ __forceinline__ bool has_top_p(const SamplingParams& o) { return o.top_p < 1ull << 32; }
+__device__ __forceinline__ bool filters(const SampleParams& p, const SamplingParams& o) { return o.temperature != 0 && (has_top_k(p, o) || has_top_p(o)); }
+// State up to history_length.
+__device__ __forceinline__ State load_state(const SampleParams& p) { return load_front<3>(p.state); }
+__device__ __forceinline__ bool row_in_use(const SampleParams& p, const State& s, int row) { return !s.done && row < max(1, min(s.rows, p.width)); }
+
+// The row's largest logit, in all threads. -inf or +inf: there is nothing to choose, and sample_accept ends the sequence.
+__device__ __forceinline__ float row_max(const SampleParams& p, const SamplingParams& o, int row, u64* warp_word) {
+  if (adjusts(o)) return value_of(p.scratch->best[row]);
+  return value_of(block_max(head_max(p.max_value, p.max_id, p.n_max, row, threadIdx.x, kThreads), warp_word));
+}
 
 // ---- a block's share of a row ----
 struct Share {
@@ -82,78 +91,6 @@ __device__ __forceinline__ u64 top_p_target(u64 kept_mass, u64 top_p) {
   return target ? target : 1;
 }
 
-// ---- end of a pass: accept, test the ends, move State on, write the record; one block ----
-__device__ __forceinline__ void accept(const SampleParams& p, const u64* keys, int n_rows) {
-  __shared__ State s;
-  __shared__ SamplingParams o;
-  __shared__ int token[SAMPLE_ROWS], end_of_text[SAMPLE_ROWS], banned[SAMPLE_ROWS], n_emitted;
-  const int tid = threadIdx.x;
-  constexpr int kStateWords = sizeof(State) / 4, kOptionWords = sizeof(SamplingParams) / 4;
-  static_assert(SAMPLE_ROWS + kStateWords + kOptionWords <= kThreads, "one load a thread");
-  if (tid < n_rows) {
-    token[tid] = (int)id_of(keys[tid]);
-    banned[tid] = value_of(p.scratch->best[tid]) == -INFINITY;
-    end_of_text[tid] = 0;
-  } else if (const int i = tid - SAMPLE_ROWS; i >= 0 && i < kStateWords) {
-    reinterpret_cast<int*>(&s)[i] = reinterpret_cast<const int*>(p.state)[i];
-  } else if (const int j = tid - SAMPLE_ROWS - kStateWords; j >= 0 && j < kOptionWords) {
-    reinterpret_cast<int*>(&o)[j] = reinterpret_cast<const int*>(p.options)[j];
-  }
-#ifndef PLANT_MISSING_BARRIER
-  __syncthreads();
-#endif
-  const int first = s.history_length;                           // read by all before thread 0 moves it
-  if (tid < n_rows * 16 && tid % 16 < o.n_eos && o.eos[tid % 16] == token[tid / 16]) end_of_text[tid / 16] = 1;
-  __syncthreads();
-  if (tid == 0) {
-    const int n_drafts = n_rows - 1;
-    const unsigned not_finite = p.scratch->not_finite;
-    int matching = 0, n = 0, reason = STOP_NONE;
-    while (matching < n_drafts && token[matching] == s.drafts[matching]) matching++;
-    while (n <= matching && reason == STOP_NONE) {              // the earliest end wins
-      if (not_finite >> n & 1) { reason = STOP_NOT_FINITE; break; }
-      if (banned[n]) { reason = STOP_ALL_BANNED; break; }
-      const bool ends = end_of_text[n++];
-      if (ends) reason = STOP_EOS;
-      else if (s.n_output + n >= o.max_tokens) reason = STOP_LENGTH;
-      else if (s.history_length + n >= o.context) reason = STOP_CONTEXT;
-    }
-    s.length += p.prefill ? s.rows : n;
-    s.rows = 1;
-    if (n > 0) s.root = token[n - 1];
-    s.done = reason != STOP_NONE;
-    s.reason = reason;
-    s.accepted = min(matching, n);
-    s.emitted = n;
-    s.n_drafts = 0;
-    s.n_output += n;
-    s.history_length += n;
-    s.ngram_match = 0;
-    s.pass++;
-    for (int i = 0; i < n; i++) s.sampled[i] = token[i];
-    n_emitted = n;
-  }
-  __syncthreads();
-  if (tid < kStateWords) reinterpret_cast<int*>(p.state)[tid] = reinterpret_cast<const int*>(&s)[tid];
-  if (tid < n_emitted) {
-    p.history[first + tid] = token[tid];
-    atomicAdd(&p.counts[token[tid]], 1u);
-    write_record(p.ring, s.pass, RECORD_TOKENS + tid, (unsigned)token[tid]);
-  }
-  const unsigned words[] = {(unsigned)s.emitted, (unsigned)s.accepted, (unsigned)s.reason, (unsigned)s.length, (unsigned)first, (unsigned)(n_rows - 1)};
-  if (tid == 0)
-    for (int i = 0; i < 6; i++) write_record(p.ring, s.pass, i, words[i]);
-  if (tid < SAMPLE_ROWS) p.scratch->best[tid] = p.scratch->chosen[tid] = 0;
-  if (tid == 0) p.scratch->not_finite = 0;
-}
-
-// A pass that chooses nothing: its record says so. One thread.
-__device__ void record_idle_pass(State* s, u64* ring) {
-  s->pass++;
-  const unsigned words[] = {0, 0, (unsigned)s->reason, (unsigned)s->length, (unsigned)s->history_length, 0};
-  for (int i = 0; i < 6; i++) write_record(ring, s->pass, i, words[i]);
-}
-
 // ---- select among listed ids ----
 struct Digits { u64 weight[256]; unsigned count[256]; u64 first, last, target; u64 warp[kWarps]; };
 // The smallest rank c such that list members in [first, c] weigh at least `target` together; a member weighs 1, or its mass. Any c up to the next member's
@@ -161,8 +98,8 @@ struct Digits { u64 weight[256]; unsigned count[256]; u64 first, last, target; u
 template <bool by_mass> __device__ __forceinline__ u64 select(const u64* list, unsigned n, u64 first, u64 last, u64 target, Digits& d) {
   const unsigned tid = threadIdx.x;
   for (;;) {
-    int shift = 0;
-    while ((last - first) >> shift > 255) shift++;
+    const u64 range = last - first;
+    const int n_bits = range >> 32 ? 64 - __clz((int)(range >> 32)) : 32 - __clz((int)range), shift = max(0, n_bits - 8);
     __syncthreads();
     d.weight[tid] = 0;
     d.count[tid] = 0;
@@ -204,12 +141,9 @@ template <bool by_mass> __device__ __forceinline__ u64 select(const u64* list, u
   }
 }
 
-// Settles a row's cut among its listed ids and returns the best key among those that stay. One block.
-__device__ __forceinline__ u64 choose_listed(const SampleParams& p, const u64* list, unsigned n, u64 min_p_cut, int position) {
-  __shared__ Digits digits;
-  const SamplingParams& o = *p.options;
-  const SampleCut cut = p.scratch->cut[blockIdx.y];
-  u64 last_kept = min_p_cut, kept_mass = cut.kept_mass;
+// The cut that a row's listed ids leave, min-p included. One block.
+__device__ __forceinline__ u64 settle(const SampleParams& p, const SamplingParams& o, const u64* list, unsigned n, const SampleCut& cut, Digits& digits) {
+  u64 last_kept = rank_of(o.min_z, (1u << kIdBits) - 1), kept_mass = cut.kept_mass;
   if (cut.k_first <= cut.k_last) {
     const u64 k_cut = select<false>(list, n, cut.k_first, cut.k_last, cut.k_rank, digits);
     last_kept = smaller(last_kept, k_cut);
@@ -224,48 +158,96 @@ __device__ __forceinline__ u64 choose_listed(const SampleParams& p, const u64* l
   }
   if (cut.p_first <= cut.p_last)
     last_kept = smaller(last_kept, select<true>(list, n, cut.p_first, cut.p_last, top_p_target(kept_mass, o.top_p) - cut.p_mass_before, digits));
-  u64 best = 0;
-  for (unsigned i = threadIdx.x; i < n; i += kThreads) {
-    const u64 rank = list[i];
-    if (rank > last_kept) continue;
-    const unsigned id = (unsigned)rank & ((1u << kIdBits) - 1);
-    best = larger(best, preference(__fadd_rn(z_of(rank), noise(noise_bits_of(o.seed, position, id))), id));
+  return last_kept;
+}
+
+// Finds the bins that hold a row's cuts, from its counts and masses. Each thread has 4 neighbouring bins. One block; `cut` is shared memory.
+struct CutSearch { u64 warp[kWarps], k_mass_through; int k_bin, p_bin_first, p_bin_last; };
+__device__ __forceinline__ void find_cut(const SampleParams& p, const SamplingParams& o, int row, SampleCut& cut, CutSearch& search) {
+  constexpr int kBins = SAMPLE_BINS / kThreads;
+  static_assert(kBins == 4, "one quad of counts, two of masses");
+  const int tid = threadIdx.x;
+  const bool top_k = has_top_k(p, o), top_p = has_top_p(o);
+  const uint4 counts = load_activations(reinterpret_cast<const uint4*>(p.scratch->count[row]) + tid);
+  const uint4 low = load_activations(reinterpret_cast<const uint4*>(p.scratch->mass[row]) + 2 * tid), high = load_activations(reinterpret_cast<const uint4*>(p.scratch->mass[row]) + 2 * tid + 1);
+  const u64 n[kBins] = {counts.x, counts.y, counts.z, counts.w};
+  const u64 m[kBins] = {(u64)low.y << 32 | low.x, (u64)low.w << 32 | low.z, (u64)high.y << 32 | high.x, (u64)high.w << 32 | high.z};
+  u64 total = 0, m_before = 0;
+  if (top_p) m_before = block_scan(m[0] + m[1] + m[2] + m[3], search.warp, &total);
+  if (top_k) {
+    u64 n_total, n_at = block_scan(n[0] + n[1] + n[2] + n[3], search.warp, &n_total), m_at = m_before;
+#pragma unroll
+    for (int b = 0; b < kBins; b++) {
+      if (n_at < (u64)o.top_k && (u64)o.top_k <= n_at + n[b]) {  // one thread
+        const bool whole = n_at + n[b] == (u64)o.top_k;         // the cut is the bin's end: nothing to settle
+        search.k_bin = tid * kBins + b;
+        search.k_mass_through = m_at + m[b];
+        cut.k_rank = whole ? 0 : o.top_k - n_at;
+        cut.k_mass_before = whole ? m_at + m[b] : m_at;
+      }
+      n_at += n[b];
+      m_at += m[b];
+    }
+    __syncthreads();
   }
-  return block_max(best, digits.warp);
+  const u64 mass_low = top_k ? cut.k_mass_before : total, mass_high = top_k ? search.k_mass_through : total;   // bounds of what top-k keeps
+  if (top_p) {
+    const u64 target_low = top_p_target(mass_low, o.top_p), target_high = top_p_target(mass_high, o.top_p);
+    u64 m_at = m_before;
+#pragma unroll
+    for (int b = 0; b < kBins; b++) {
+      if (m_at < target_low && target_low <= m_at + m[b]) {
+        search.p_bin_first = tid * kBins + b;
+        cut.p_mass_before = m_at;
+      }
+      if (m_at < target_high && target_high <= m_at + m[b]) search.p_bin_last = tid * kBins + b;
+      m_at += m[b];
+    }
+    __syncthreads();
+  }
+  if (tid == 0) {
+    const bool k_open = top_k && cut.k_rank != 0;
+    const u64 k_sure = !top_k ? ~0ull : bin_start(k_open ? search.k_bin : search.k_bin + 1);
+    cut.sure = top_p ? smaller(k_sure, bin_start(search.p_bin_first)) : k_sure;
+    cut.k_first = k_open ? bin_start(search.k_bin) : 1;
+    cut.k_last = k_open ? bin_start(search.k_bin + 1) - 1 : 0;
+    cut.p_first = top_p ? bin_start(search.p_bin_first) : 1;
+    cut.p_last = top_p ? bin_start(search.p_bin_last + 1) - 1 : 0;
+    cut.kept_mass = mass_low;
+  }
+  __syncthreads();
+}
+
+// A pass that chooses nothing: its record says so. One thread.
+__device__ __forceinline__ void record_idle_pass(State* s, u64* ring) {
+  s->pass++;
+  const unsigned words[] = {0, 0, (unsigned)s->reason, (unsigned)s->length, (unsigned)s->history_length, 0};
+  for (int i = 0; i < 6; i++) write_record(ring, s->pass, i, words[i]);
 }
 
 }  // namespace
 
 KERNEL(sample_adjust, SampleParams, kThreads) {
   pdl_launch_dependents();
+  const SamplingParams o = load_options(p);
   pdl_wait();
-  __shared__ u64 warp_best[kWarps];
-  __shared__ unsigned flag;
+  if (!adjusts(o)) return;
+  __shared__ u64 warp_word[kWarps];
   __shared__ int n_drafts, n_eos, draft[SAMPLE_ROWS], eos[16];   // those in this block's share, rarely any
   const int tid = threadIdx.x, row = blockIdx.y;
   const Share share(p);
   const Logits x = load_share(p, share);
-  const Control control(p);
-  const SamplingParams& o = control.o;
-  if (control.s.done) {
-    if (blockIdx.x == 0 && row == 0 && tid == 0) record_idle_pass(p.state, p.ring);
-    return;
-  }
-  const int n_rows = control.n_rows(p);
-  if (row >= n_rows) return;
+  const State s = load_state(p);
+  if (!row_in_use(p, s, row)) return;
   const bool penalised = o.repetition_penalty != 1 || o.presence_penalty != 0 || o.frequency_penalty != 0;
-  const bool too_early = control.s.n_output + row < o.min_tokens;
-  const bool adjusted = penalised || o.has_bias || too_early;
-  if (adjusted) {                                               // the row's own drafts count as said; a share without them takes no notice
-    if (tid == 0) n_drafts = n_eos = 0;
-    __syncthreads();
-    const auto mine = [&](int id) { return id >= share.first * 4 && id < share.end * 4; };
-    if (tid < row && mine(p.state->drafts[tid])) draft[atomicAdd(&n_drafts, 1)] = p.state->drafts[tid];
-    if (too_early && tid < p.options->n_eos && mine(p.options->eos[tid])) eos[atomicAdd(&n_eos, 1)] = p.options->eos[tid];
-    __syncthreads();
-  }
+  const bool too_early = s.n_output + row < o.min_tokens;
+  if (tid == 0) n_drafts = n_eos = 0;                           // the row's own drafts count as said
+  __syncthreads();
+  const auto mine = [&](int id) { return id >= share.first * 4 && id < share.end * 4; };
+  if (tid < row && mine(p.state->drafts[tid])) draft[atomicAdd(&n_drafts, 1)] = p.state->drafts[tid];
+  if (too_early && tid < p.options->n_eos && mine(p.options->eos[tid])) eos[atomicAdd(&n_eos, 1)] = p.options->eos[tid];
+  __syncthreads();
   u64 best = 0;
-  bool not_finite = false;
 #pragma unroll
   for (int i = 0; i < kQuads; i++) {
     const int q = share.quad(i);
@@ -274,50 +256,40 @@ KERNEL(sample_adjust, SampleParams, kThreads) {
       const int id = q * 4 + e;
       if (q >= share.end || id >= p.vocab) continue;
       float l = x.l[i][e];
-      if (adjusted) {
-        if (penalised) {
-          const unsigned c = p.counts[id];
-          unsigned said = c & ~kInPrompt;
-          for (int d = 0; d < n_drafts; d++) said += draft[d] == id;
-          if (said || c & kInPrompt) l = l > 0 ? __fdiv_rn(l, o.repetition_penalty) : __fmul_rn(l, o.repetition_penalty);
-          if (said) l = __fsub_rn(__fsub_rn(l, o.presence_penalty), __fmul_rn((float)said, o.frequency_penalty));
-        }
-        if (o.has_bias) l = __fadd_rn(l, p.bias[id]);
-        for (int d = 0; too_early && d < n_eos; d++)
-          if (eos[d] == id) l = -INFINITY;
+      if (penalised) {
+        const unsigned c = p.counts[id];
+        unsigned said = c & ~kInPrompt;
+        for (int d = 0; d < n_drafts; d++) said += draft[d] == id;
+        if (said || c & kInPrompt) l = l > 0 ? __fdiv_rn(l, o.repetition_penalty) : __fmul_rn(l, o.repetition_penalty);
+        if (said) l = __fsub_rn(__fsub_rn(l, o.presence_penalty), __fmul_rn((float)said, o.frequency_penalty));
       }
-      const bool bad = !(l < INFINITY);                         // NaN or +inf; the kernels after this one see none
-      if (bad) l = -INFINITY;
-      not_finite |= bad;
-      if (adjusted || bad) p.logits[(size_t)row * p.stride + id] = l;
-      best = larger(best, preference(l, id));
+      if (o.has_bias) l = __fadd_rn(l, p.bias[id]);
+      for (int d = 0; d < n_eos; d++)
+        if (eos[d] == id) l = -INFINITY;
+      p.logits[(size_t)row * p.stride + id] = l;
+      best = larger(best, preference(l < INFINITY ? l : INFINITY, id));   // NaN shows as +inf
     }
   }
-  if (not_finite) atomicOr(&p.scratch->not_finite, 1u << row);
-  best = block_max(best, warp_best);
+  best = block_max(best, warp_word);
   if (tid == 0) atomicMax(&p.scratch->best[row], best);
-  if (o.temperature != 0) return;
-  if (last_to_arrive(&p.scratch->arrivals, gridDim.x * n_rows, &flag)) accept(p, p.scratch->best, n_rows);
 }
 
-KERNEL(sample_cut, SampleParams, kThreads) {
+KERNEL(sample_count, SampleParams, kThreads) {
   pdl_launch_dependents();
-  pdl_wait();
+  const SamplingParams o = load_options(p);
   __shared__ unsigned count[SAMPLE_BINS], low[SAMPLE_BINS], high[SAMPLE_BINS];   // mass in two parts of 20 bits and a bit more
-  __shared__ u64 warp_sum[kWarps];
-  __shared__ unsigned flag;
-  __shared__ int k_bin, p_bin_first, p_bin_last;
-  __shared__ u64 k_rank, k_mass_before, k_mass_through, p_mass_before;
+  __shared__ u64 warp_word[kWarps];
   const int tid = threadIdx.x, row = blockIdx.y;
+  for (int b = tid; b < SAMPLE_BINS; b += kThreads) count[b] = low[b] = high[b] = 0;
+  pdl_wait();
+  if (!filters(p, o)) return;
+  const bool top_k = has_top_k(p, o), top_p = has_top_p(o);
   const Share share(p);
   const Logits x = load_share(p, share);
-  const Control control(p);
-  const SamplingParams& o = control.o;
-  const float best = value_of(p.scratch->best[row]);
-  const bool top_k = control.top_k(p), top_p = control.top_p();
-  if (o.temperature == 0 || !(top_k || top_p) || control.s.done || row >= control.n_rows(p)) return;
-  if (best == -INFINITY) return;                                // all banned; accept ends the sequence
-  for (int b = tid; b < SAMPLE_BINS; b += kThreads) count[b] = low[b] = high[b] = 0;
+  const State s = load_state(p);
+  if (!row_in_use(p, s, row)) return;
+  const float best = row_max(p, o, row, warp_word);
+  if (!(fabsf(best) < INFINITY)) return;
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kQuads; i++) {
@@ -335,106 +307,49 @@ KERNEL(sample_cut, SampleParams, kThreads) {
       }
     }
   }
+#ifndef PLANT_MISSING_BARRIER
   __syncthreads();
+#endif
   for (int b = tid; b < SAMPLE_BINS; b += kThreads) {
     if (count[b]) atomicAdd(&p.scratch->count[row][b], count[b]);
     if (low[b] | high[b]) atomicAdd(&p.scratch->mass[row][b], ((u64)high[b] << 20) + low[b]);
-  }
-  if (!last_to_arrive(&p.scratch->row_arrivals[row], gridDim.x, &flag)) return;
-
-  // The row is counted: find the bins that hold the cuts. A thread has 4 neighbouring bins.
-  constexpr int kBins = SAMPLE_BINS / kThreads;
-  u64 n[kBins], m[kBins], n_sum = 0, m_sum = 0, total;
-#pragma unroll
-  for (int b = 0; b < kBins; b++) {
-    unsigned& counted = p.scratch->count[row][tid * kBins + b];
-    u64& mass = p.scratch->mass[row][tid * kBins + b];
-    n_sum += n[b] = counted;
-    m_sum += m[b] = mass;
-    counted = 0;
-    mass = 0;
-  }
-  const u64 n_before = block_scan(n_sum, warp_sum, &total), m_before = block_scan(m_sum, warp_sum, &total);
-  if (top_k) {
-    u64 n_at = n_before, m_at = m_before;
-#pragma unroll
-    for (int b = 0; b < kBins; b++) {
-      if (n_at < (u64)o.top_k && (u64)o.top_k <= n_at + n[b]) {
-        const bool whole = n_at + n[b] == (u64)o.top_k;         // the cut is the bin's end: nothing to settle
-        k_bin = tid * kBins + b;
-        k_rank = whole ? 0 : o.top_k - n_at;
-        k_mass_before = whole ? m_at + m[b] : m_at;
-        k_mass_through = m_at + m[b];
-      }
-      n_at += n[b];
-      m_at += m[b];
-    }
-    __syncthreads();
-  }
-  const u64 mass_low = top_k ? k_mass_before : total, mass_high = top_k ? k_mass_through : total;   // bounds of what top-k keeps
-  if (top_p) {
-    const u64 target_low = top_p_target(mass_low, o.top_p), target_high = top_p_target(mass_high, o.top_p);
-    u64 m_at = m_before;
-#pragma unroll
-    for (int b = 0; b < kBins; b++) {
-      if (m_at < target_low && target_low <= m_at + m[b]) {
-        p_bin_first = tid * kBins + b;
-        p_mass_before = m_at;
-      }
-      if (m_at < target_high && target_high <= m_at + m[b]) p_bin_last = tid * kBins + b;
-      m_at += m[b];
-    }
-    __syncthreads();
-  }
-  if (tid == 0) {
-    SampleCut& cut = p.scratch->cut[row];
-    const bool k_open = top_k && k_rank != 0;
-    cut.sure = !top_k ? ~0ull : bin_start(k_open ? k_bin : k_bin + 1);
-    cut.k_first = k_open ? bin_start(k_bin) : 1;
-    cut.k_last = k_open ? bin_start(k_bin + 1) - 1 : 0;
-    cut.k_rank = k_open ? k_rank : 0;
-    cut.k_mass_before = top_k ? k_mass_before : 0;
-    if (top_p) cut.sure = smaller(cut.sure, bin_start(p_bin_first));
-    cut.p_first = top_p ? bin_start(p_bin_first) : 1;
-    cut.p_last = top_p ? bin_start(p_bin_last + 1) - 1 : 0;
-    cut.p_mass_before = top_p ? p_mass_before : 0;
-    cut.kept_mass = mass_low;
   }
 }
 
 KERNEL(sample_choose, SampleParams, kThreads, 3) {
   pdl_launch_dependents();
+  const SamplingParams o = load_options(p);
   pdl_wait();
-  __shared__ u64 warp_word[kWarps], list_at;
-  __shared__ unsigned flag;
+  if (o.temperature == 0) return;
+  __shared__ CutSearch search;
+  __shared__ SampleCut cut;
+  __shared__ u64 list_at;
   const int tid = threadIdx.x, row = blockIdx.y;
   const Share share(p);
   const Logits x = load_share(p, share);
-  const Control control(p);
-  const SamplingParams& o = control.o;
-  SampleCut cut = load_front<3>(&p.scratch->cut[row]);
-  const u64 best_logit = p.scratch->best[row];
-  const int n_rows = control.n_rows(p);
-  if (o.temperature == 0 || control.s.done || row >= n_rows) return;
-  if (!control.top_k(p) && !control.top_p()) {                  // sample_cut had nothing to do
-    cut.sure = ~0ull;
-    cut.k_first = cut.p_first = 1;
-    cut.k_last = cut.p_last = 0;
+  const State s = load_state(p);
+  if (!row_in_use(p, s, row)) return;
+  const float max_logit = row_max(p, o, row, search.warp);
+  if (!(fabsf(max_logit) < INFINITY)) return;
+  u64 sure = ~0ull, k_first = 1, k_last = 0, p_first = 1, p_last = 0;
+  if (filters(p, o)) {
+    find_cut(p, o, row, cut, search);
+    sure = cut.sure; k_first = cut.k_first; k_last = cut.k_last; p_first = cut.p_first; p_last = cut.p_last;
+    if (blockIdx.x == 0 && tid == 0) p.scratch->cut[row] = cut;
   }
-  const float max_logit = value_of(best_logit);
-  const bool all_banned = max_logit == -INFINITY;               // nothing to choose; accept ends the sequence
   const u64 min_p_cut = rank_of(o.min_z, (1u << kIdBits) - 1);
-  const int position = control.position(p, row);
+  const int position = s.length + row + 1;
 
-  // The id with the largest logit is always kept, with z = 0. Another can win only if e < exp(z - its score), where e = -ln(1 - v) > v: most ids are
-  // ruled out by their v, without the two logarithms. The bound is loose by 1 %, far more than exp2f and the roundings are off.
-  float bound = noise(noise_bits_of(o.seed, position, id_of(best_logit)));
+  // Somebody scores `bound`: the id with the largest logit is kept, has z = 0, and noise is never below -3.14. An id can beat a score only if
+  // e < exp(z - score), where e = -ln(1 - v) > v: most ids are ruled out by their v, without the two logarithms. The test is loose by 1 %, far more than
+  // exp2f and the roundings are off. NaN fails it.
+  float bound = -3.14f;
   u64 best = 0;
   unsigned listed = 0;                                          // bit per element of this thread
 #pragma unroll
   for (int i = 0; i < kQuads; i++) {
     const int q = share.quad(i);
-    if (q >= share.end || all_banned) continue;
+    if (q >= share.end) continue;
     unsigned kept = 0;
     float z[4];
 #pragma unroll
@@ -443,28 +358,27 @@ KERNEL(sample_choose, SampleParams, kThreads, 3) {
       z[e] = __fdiv_rn(__fsub_rn(x.l[i][e], max_logit), o.temperature);
       const u64 rank = rank_of(z[e], id);
       if (id >= p.vocab) continue;
-      if (rank < cut.sure) kept |= (unsigned)(rank <= min_p_cut) << e;
-      else if ((rank >= cut.k_first && rank <= cut.k_last) || (rank >= cut.p_first && rank <= cut.p_last)) listed |= 1u << (i * 4 + e);
+      if (rank < sure) kept |= (unsigned)(rank <= min_p_cut) << e;
+      else if ((rank >= k_first && rank <= k_last) || (rank >= p_first && rank <= p_last)) listed |= 1u << (i * 4 + e);
     }
     if (!kept) continue;
     const uint4 w = noise_bits(o.seed, position, q);
     const unsigned bits[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      if (!(kept >> e & 1)) continue;
       const float v = (float)bits[e] * (1.0f / 4294967296.0f);
-      if (v >= 1.01f * exp2f((z[e] - bound) * 1.44269504f)) continue;
+      if (!(kept >> e & 1) || !(v < 1.01f * exp2f((z[e] - bound) * 1.44269504f))) continue;
       const float score = __fadd_rn(z[e], noise(bits[e]));
       bound = fmaxf(bound, score);
       best = larger(best, preference(score, q * 4 + e));
     }
   }
-  best = block_max(best, warp_word);
+  best = block_max(best, search.warp);
   if (tid == 0 && best) atomicMax(&p.scratch->chosen[row], best);
 
   if (__syncthreads_or(listed != 0)) {                          // one piece of the row's list for the block; its order does not matter
     u64 total;
-    unsigned at = (unsigned)block_scan(__popc(listed), warp_word, &total);
+    unsigned at = (unsigned)block_scan(__popc(listed), search.warp, &total);
     if (tid == 0) list_at = atomicAdd(&p.scratch->n_listed[row], (unsigned)total);
     __syncthreads();
     u64* to = p.list + (size_t)row * p.vocab + list_at;
@@ -472,16 +386,113 @@ KERNEL(sample_choose, SampleParams, kThreads, 3) {
     for (int i = 0; i < kQuads * 4; i++)
       if (listed >> i & 1) to[at++] = rank_of(__fdiv_rn(__fsub_rn(x.l[i / 4][i % 4], max_logit), o.temperature), share.quad(i / 4) * 4 + i % 4);
   }
-  if (!last_to_arrive(&p.scratch->row_arrivals[row], gridDim.x, &flag)) return;
-  const unsigned n_listed = p.scratch->n_listed[row];
-  if (n_listed) {
-    best = choose_listed(p, p.list + (size_t)row * p.vocab, n_listed, min_p_cut, position);
-    if (tid == 0) {
-      if (best) atomicMax(&p.scratch->chosen[row], best);
-      p.scratch->n_listed[row] = 0;
-    }
+}
+
+KERNEL(sample_settle, SampleParams, kThreads, 2) {
+  pdl_launch_dependents();
+  const SamplingParams o = load_options(p);
+  pdl_wait();
+  if (!filters(p, o)) return;
+  __shared__ Digits digits;
+  const int tid = threadIdx.x, row = blockIdx.y;
+  const unsigned n = p.scratch->n_listed[row];
+  const SampleCut cut = p.scratch->cut[row];
+  const State s = load_state(p);
+  if (!row_in_use(p, s, row)) return;
+  for (int b = tid; b < SAMPLE_BINS; b += kThreads) {
+    p.scratch->count[row][b] = 0;
+    p.scratch->mass[row][b] = 0;
   }
-  if (last_to_arrive(&p.scratch->arrivals, n_rows, &flag)) accept(p, p.scratch->chosen, n_rows);
+  if (n == 0) return;
+  const u64* list = p.list + (size_t)row * p.vocab;
+  const u64 last_kept = settle(p, o, list, n, cut, digits);
+  u64 best = 0;
+  for (unsigned i = tid; i < n; i += kThreads) {
+    const u64 rank = list[i];
+    if (rank > last_kept) continue;
+    const unsigned id = (unsigned)rank & ((1u << kIdBits) - 1);
+    const float score = __fadd_rn(z_of(rank), noise(noise_bits_of(o.seed, s.length + row + 1, id)));
+    if (score == score) best = larger(best, preference(score, id));   // a NaN among the logits is no choice
+  }
+  best = block_max(best, digits.warp);
+  if (tid == 0) {
+    if (best) atomicMax(&p.scratch->chosen[row], best);
+    p.scratch->n_listed[row] = 0;
+  }
+}
+
+KERNEL(sample_accept, SampleParams, kThreads) {
+  pdl_launch_dependents();
+  __shared__ State s;
+  __shared__ SamplingParams o;
+  __shared__ u64 key[SAMPLE_ROWS];
+  __shared__ int token[SAMPLE_ROWS], end_of_text[SAMPLE_ROWS], n_emitted;
+  constexpr int kStateWords = sizeof(State) / 4, kOptionWords = sizeof(SamplingParams) / 4;
+  const int tid = threadIdx.x;
+  if (tid < kOptionWords) reinterpret_cast<int*>(&o)[tid] = reinterpret_cast<const int*>(p.options)[tid];
+  if (tid < SAMPLE_ROWS) end_of_text[tid] = 0;
+  __syncthreads();
+  pdl_wait();
+  if (tid < kStateWords) reinterpret_cast<int*>(&s)[tid] = reinterpret_cast<const int*>(p.state)[tid];
+  const bool greedy = o.temperature == 0, from_head = greedy && !adjusts(o);
+  if (from_head) {
+    for (int row = tid >> 5; row < p.width; row += kWarps) {
+      const u64 best = warp_max(head_max(p.max_value, p.max_id, p.n_max, row, tid & 31, 32));
+      if ((tid & 31) == 0) key[row] = best;
+    }
+  } else if (tid < p.width) {
+    key[tid] = greedy ? p.scratch->best[tid] : p.scratch->chosen[tid];
+    p.scratch->best[tid] = p.scratch->chosen[tid] = 0;
+  }
+  __syncthreads();
+  if (s.done) {
+    if (tid == 0) record_idle_pass(p.state, p.ring);
+    return;
+  }
+  const int n_rows = max(1, min(s.rows, p.width)), first = s.history_length;
+  if (tid < n_rows * 16 && tid % 16 < o.n_eos && o.eos[tid % 16] == (int)id_of(key[tid / 16])) end_of_text[tid / 16] = 1;
+  if (tid < n_rows) token[tid] = (int)id_of(key[tid]);
+  __syncthreads();
+  if (tid == 0) {
+    const int n_drafts = n_rows - 1;
+    int matching = 0, n = 0, reason = STOP_NONE;
+    while (matching < n_drafts && token[matching] == s.drafts[matching]) matching++;
+    while (n <= matching && reason == STOP_NONE) {              // the earliest end wins
+      if (key[n] == 0 || !(fabsf(value_of(key[n])) < INFINITY)) { reason = STOP_NO_CHOICE; break; }
+      const bool ends = end_of_text[n++];
+      if (ends) reason = STOP_EOS;
+      else if (s.n_output + n >= o.max_tokens) reason = STOP_LENGTH;
+      else if (s.history_length + n >= o.context) reason = STOP_CONTEXT;
+    }
+    s.length += n;
+    s.rows = 1;
+    if (n > 0) s.root = token[n - 1];
+    s.done = reason != STOP_NONE;
+    s.reason = reason;
+    s.accepted = min(matching, n);
+    s.emitted = n;
+    s.n_drafts = 0;
+    s.n_output += n;
+    s.history_length += n;
+    s.ngram_match = 0;
+    s.pass++;
+    for (int i = 0; i < n; i++) s.sampled[i] = token[i];
+    n_emitted = n;
+  }
+  __syncthreads();
+  if (tid < kStateWords) reinterpret_cast<int*>(p.state)[tid] = reinterpret_cast<const int*>(&s)[tid];
+  if (tid < n_emitted) {
+    p.history[first + tid] = token[tid];
+    atomicAdd(&p.counts[token[tid]], 1u);
+    write_record(p.ring, s.pass, RECORD_TOKENS + tid, (unsigned)token[tid]);
+  }
+  if (tid >= 32 && tid < 38) {                                  // another warp writes the other words
+    const unsigned words[] = {(unsigned)s.emitted, (unsigned)s.accepted, (unsigned)s.reason, (unsigned)s.length, (unsigned)first, (unsigned)(n_rows - 1)};
+    unsigned word = words[0];
+#pragma unroll
+    for (int i = 1; i < 6; i++) word = tid - 32 == i ? words[i] : word;
+    write_record(p.ring, s.pass, tid - 32, word);
+  }
 }
 
 // A chunk of a prompt went through that is not the last: its rows are in the cache, nothing is chosen.

@@ -81,10 +81,22 @@ __device__ __forceinline__ float value_of(u64 key) {
   return __uint_as_float(u & 0x80000000u ? u & 0x7fffffffu : ~u);
 }
 
-// ---- block-wide, for any whole number of warps; `shared` has a word for each warp; all threads get the result ----
-__device__ __forceinline__ u64 block_max(u64 v, u64* shared) {
+// ---- the largest of a row's logits, from the maxima that the head's blocks left; NaN never wins, so that a row of NaN gives -inf ----
+// Key over i = first, first + step, ..
+__device__ __forceinline__ u64 head_max(const float* max_value, const int* max_id, int n_max, int row, int first, int step) {
+  u64 best = 0;
+  for (int i = first; i < n_max; i += step) best = larger(best, preference(max_value[(size_t)row * n_max + i], (unsigned)max_id[(size_t)row * n_max + i]));
+  return best;
+}
+__device__ __forceinline__ u64 warp_max(u64 v) {
 #pragma unroll
   for (int o = 16; o > 0; o >>= 1) v = larger(v, __shfl_xor_sync(0xffffffffu, v, o));
+  return v;
+}
+
+// ---- block-wide, for any whole number of warps; `shared` has a word for each warp; all threads get the result ----
+__device__ __forceinline__ u64 block_max(u64 v, u64* shared) {
+  v = warp_max(v);
   __syncthreads();                                              // `shared` may still be read from an earlier call
   if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = v;
   __syncthreads();

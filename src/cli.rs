@@ -41,9 +41,16 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Result<u8> {
             run::run(&r.model_options(), &r.answer_options()?, &run::Options { prompt, raw: r.raw, json: r.json })
         }
         Some(Command::Bench(b)) => {
-            let model = b.model_options();
-            let options =
-                bench::Options { prompts: b.prompt_tokens.0, generate: b.generate, depths: b.depth.0, repeat: b.repeat, json: b.json };
+            let model = ModelOptions { random: b.random, ..b.model_options() };
+            let options = bench::Options {
+                prompts: b.prompt_tokens.0,
+                generate: b.generate,
+                depths: b.depth.0,
+                repeat: b.repeat,
+                widths: b.widths.0,
+                profile: b.profile,
+                json: b.json,
+            };
             bench::bench(&model, &options)
         }
         None => bail!("expected a command: {}; volley --help explains them", COMMANDS.join(", ")),
@@ -91,7 +98,13 @@ macro_rules! command {
             /// auto, cpu or cuda (default: auto, which is cuda where there is a usable GPU)
             #[argh(option, default = "Device::Auto")]
             device: Device,
-            /// most tokens of prompt and output together (default: the model's, less where its KV cache would pass 1 GiB)
+            /// which GPU (default: 0)
+            #[argh(option, from_str_fn(count), default = "0")]
+            gpu: usize,
+            /// stop when a CUDA graph cannot be captured, instead of a warning and launches one by one
+            #[argh(switch)]
+            require_graphs: bool,
+            /// most tokens of prompt and output together (default: the model's, less where its KV cache would pass 1 GiB, or an eighth of the GPU)
             #[argh(option, short = 'c', from_str_fn(count))]
             context: Option<usize>,
             /// read the weights instead of mapping them (default on network file systems)
@@ -113,6 +126,9 @@ macro_rules! command {
                     context: self.context,
                     no_mmap: self.no_mmap,
                     weights: self.weights.clone(),
+                    gpu: self.gpu,
+                    require_graphs: self.require_graphs,
+                    random: false,
                     verbose: self.verbose,
                 }
             }
@@ -271,6 +287,15 @@ command! {
         /// runs of each row, after one that warms up (default: 3)
         #[argh(option, short = 'r', from_str_fn(positive), default = "3")]
         repeat: usize,
+        /// widths of verify passes to time at each depth, a list (default: none)
+        #[argh(option, default = "List(vec![])")]
+        widths: List,
+        /// where the time of a token goes, step by step
+        #[argh(switch)]
+        profile: bool,
+        /// random weights: config.json is enough
+        #[argh(switch)]
+        random: bool,
         /// one JSON object a row, with all samples
         #[argh(switch)]
         json: bool,
@@ -278,8 +303,8 @@ command! {
 }
 
 /// Flags without a value: their short form may be bundled, and what follows them is no value.
-const SWITCHES: [&str; 12] =
-    ["--version", "--help", "-h", "--no-mmap", "--verbose", "-v", "--ignore-eos", "--no-think", "--show-tokens", "--json", "--raw", "--"];
+const SWITCHES: [&str; 15] =
+    ["--require-graphs", "--profile", "--random", "--version", "--help", "-h", "--no-mmap", "--verbose", "-v", "--ignore-eos", "--no-think", "--show-tokens", "--json", "--raw", "--"];
 
 /// What argh does not know: `--name=value` and `-n5` become two words, `-vv` becomes `-v -v`, a lone `-` (stdin, which is read anyway) goes.
 fn spread(words: &[String]) -> Result<Vec<String>> {

@@ -24,8 +24,12 @@ struct Variant { const char* name; const void* f; int tiles, columns, warps; };
 #define V(name, tiles, columns, warps) {#name, (const void*)name, tiles, columns, warps}
 const Variant kVariants[] = {
     V(linear_m8_t1_w8_a4, 1, 1, 8), V(linear_m8_t2_w8_a2, 2, 1, 8), V(linear_m8_t2_w8_a3, 2, 1, 8), V(linear_m8_t1_w16_a1, 1, 1, 16), V(linear_m8_t1_w16_a2, 1, 1, 16),
-    V(linear_m8_t1_w16_a3, 1, 1, 16), V(linear_m8_t2_w16_a1, 2, 1, 16), V(linear_m16_t1_w8_a2, 1, 2, 8), V(linear_m16_t1_w16_a1, 1, 2, 16),
+    V(linear_m8_t2_w16_a1, 2, 1, 16), V(linear_m16_t1_w8_a2, 1, 2, 8), V(linear_m16_t1_w16_a1, 1, 2, 16),
 };
+struct Prefill { const char* name; const void* f; int n, m, threads, shared; };
+#define P(n, m, threads) {"prefill " #n "x" #m, (const void*)linear_prefill_##n##x##m, n, m, threads, prefill_shared_bytes(n, m)}
+#define PX(n, m, threads, suffix, bytes) {"prefill " #n "x" #m #suffix, (const void*)linear_prefill_##n##x##m##suffix, n, m, threads, bytes}
+const Prefill kPrefill[] = {P(128, 128, 256), PX(128, 128, 256, _s6, 192 << 10), P(64, 64, 128), PX(64, 64, 128, _s12, 192 << 10), PX(64, 64, 256, _w8a, 192 << 10), PX(64, 64, 256, _w8b, 192 << 10), PX(64, 64, 256, _w8a6, 96 << 10), PX(64, 64, 256, _w8b6, 96 << 10)};
 struct Choice { const Variant* v; int per_sm; };   // blocks per SM at most; 0: one group of tiles a block
 struct Shape { const char* name; int n, k, epilogue; bool norm; };   // n: outputs (of silu: ffn)
 struct Model { const char* name; int layers; std::vector<Shape> layer; Shape head; };
@@ -60,6 +64,7 @@ void linear_launch(const Choice& c, const Shape& s, size_t offset, const bf16* x
   const int n_groups = (p.n_tiles + c.v->tiles - 1) / c.v->tiles;
   launch(c.v->f, dim3(c.per_sm ? std::min(n_groups, c.per_sm * n_sms) : n_groups), c.v->warps * 32, 0, &p, true);
 }
+void prefill_launch(const Prefill& v, LinearParams& p, int rows) { launch(v.f, dim3((rows + v.m - 1) / v.m, (p.n_tiles * 16 + v.n - 1) / v.n), v.threads, v.shared, &p, true); }
 // Median ms of `n` replays of what `record` launches.
 template <class F> float time_graph(F record, int n = 15) {
   cudaGraph_t g; cudaGraphExec_t e;
@@ -135,9 +140,7 @@ bool check_all() {
     }
     LinearParams p = params_of(s, 0, x, buffer[1], rows); p.max_value = nullptr;
     if (s.norm) p.part[0].inv = inverse;
-    reset();
-    launch((const void*)linear_prefill_128x128, dim3((rows + 127) / 128, (p.n_tiles + 7) / 8), 256, prefill_shared_bytes(128, 128), &p, true); compare("prefill 128x128");
-    reset(); launch((const void*)linear_prefill_64x64, dim3((rows + 63) / 64, (p.n_tiles + 3) / 4), 128, prefill_shared_bytes(64, 64), &p, true); compare("prefill 64x64");
+    for (const Prefill& v : kPrefill) { reset(); prefill_launch(v, p, rows); compare(v.name); }
     // Against a plain sum: plain store only, other epilogues have their CPU tests.
     if (s.epilogue == kEpilogueStore || s.epilogue == kEpilogueLogits) {
       LinearParams r = params_of(s, 0, x, buffer[1], 1);
@@ -197,8 +200,8 @@ void time_chain(const Model& m, int rows, const Choice* fixed) {
   std::fflush(stdout);
 }
 void time_prefill(const Model& m, int rows) {
-  struct { const char* name; const void* f; int n, t, threads; } tiles[] = {{"128x128", (const void*)linear_prefill_128x128, 128, 128, 256}, {"64x64", (const void*)linear_prefill_64x64, 64, 64, 128}};
-  for (auto& tile : tiles) {
+  for (const Prefill& tile : kPrefill) {
+    if (rows == 1024 && tile.n == 64) continue;
     double flops = 0; float each[4];
     auto record = [&](int only) {
       size_t offset = 0; flops = 0;
@@ -209,7 +212,7 @@ void time_prefill(const Model& m, int rows) {
           launch((const void*)norm_rows, dim3((rows + 7) / 8), 256, 0, &q, true);
           p.part[0].x = buffer[2]; p.part[0].inv = inverse;
         }
-        launch(tile.f, dim3((rows + tile.t - 1) / tile.t, (p.n_tiles * 16 + tile.n - 1) / tile.n), tile.threads, prefill_shared_bytes(tile.n, tile.t), &p, true);
+        prefill_launch(tile, p, rows);
         offset += bytes_of(s); flops += (double)bytes_of(s) * rows;
         if (offset > weights_bytes / 2) offset = 0;
       };
@@ -217,7 +220,7 @@ void time_prefill(const Model& m, int rows) {
     };
     for (int i = 0; i < 4; i++) { const float ms = time_graph([&] { record(i); }, 5); each[i] = flops / ms / 1e9; }
     const float ms = time_graph([&] { record(-1); }, 5);
-    std::printf("prefill %-13s %4d rows, tile %s: %.2f ms, %.0f TFLOP/s (qkv %.0f, o %.0f, gate_up %.0f, down %.0f)\n", m.name, rows, tile.name, ms, flops / ms / 1e9, each[0], each[1], each[2], each[3]);
+    std::printf("prefill %-13s %4d rows, %-18s: %.2f ms, %.0f TFLOP/s (qkv %.0f, o %.0f, gate_up %.0f, down %.0f)\n", m.name, rows, tile.name + 8, ms, flops / ms / 1e9, each[0], each[1], each[2], each[3]);
     std::fflush(stdout);
   }
 }
@@ -232,7 +235,7 @@ int main(int argc, char** argv) {
   CHECK(cudaMalloc(&weights, weights_bytes));
   for (auto& b : buffer) { CHECK(cudaMalloc(&b, 64 << 20)); }
   CHECK(cudaMalloc(&norm_weight, 1 << 20)); CHECK(cudaMalloc(&logits, 64 << 20)); CHECK(cudaMalloc(&max_value, 8 << 20)); CHECK(cudaMalloc(&max_id, 8 << 20)); CHECK(cudaMalloc(&inverse, 8 << 20)); CHECK(cudaMalloc(&squares, 8 << 20)); CHECK(cudaMemset(squares, 0, 8 << 20));
-  CHECK(cudaFuncSetAttribute((const void*)linear_prefill_128x128, cudaFuncAttributeMaxDynamicSharedMemorySize, prefill_shared_bytes(128, 128)));
+  for (const Prefill& v : kPrefill) CHECK(cudaFuncSetAttribute(v.f, cudaFuncAttributeMaxDynamicSharedMemorySize, v.shared));
   if (const char* percent = std::getenv("CARVEOUT"))   // share of L1 given to shared memory, the same for all kernels
     for (const Variant& v : kVariants) CHECK(cudaFuncSetAttribute(v.f, cudaFuncAttributePreferredSharedMemoryCarveout, std::atoi(percent)));
   fill(norm_weight, 1, 1 << 19, false, 1.0f, 7);
@@ -252,7 +255,7 @@ int main(int argc, char** argv) {
     if (wants("shapes")) { time_shapes(m); for (int rows : {1, 8, 16}) time_chain(m, rows, nullptr); }
     if (wants("chains")) for (int rows : {1, 8, 16}) for (const Variant& v : kVariants) for (int per_sm : {0, 1, 2}) if (v.columns * 8 >= rows && (rows > 8 || v.columns == 1)) { const Choice c{&v, per_sm}; time_chain(m, rows, &c); }
   }
-  if (wants("prefill")) for (int rows : {64, 512, 1024}) { time_prefill(models[0], rows); if (rows == 512) time_prefill(models[1], rows); }
+  if (wants("prefill")) for (int rows : {16, 64, 256, 512, 1024}) { time_prefill(models[0], rows); if (rows == 512) time_prefill(models[1], rows); }
   CHECK(cudaStreamSynchronize(stream)); CHECK(cudaDeviceSynchronize());
   return !ok;
 }

@@ -35,9 +35,10 @@ static double ref_noise(uint64_t seed, int position, int id) {
   ref_philox(in, seed, out);
   return ref_noise(out[id % 4]);
 }
-// Chooses from logits, given how often each id was said and whether the prompt has it; -1 for NaN or +inf, -2 when all is banned.
+// Chooses from logits, given how often each id was said and whether the prompt has it; -1 when there is nothing to choose. NaN is never chosen.
 static int ref_choose(std::vector<float> l, const SamplingParams& o, const std::vector<uint32_t>& counts, const std::vector<float>& bias, int n_output, int position) {
   const int vocab = (int)l.size();
+  const bool adjusted = o.repetition_penalty != 1 || o.presence_penalty != 0 || o.frequency_penalty != 0 || o.has_bias || o.min_tokens > 0;
   bool bad = false;
   for (int id = 0; id < vocab; id++) {
     const uint32_t said = counts[id] & 0x7fffffff;
@@ -45,11 +46,12 @@ static int ref_choose(std::vector<float> l, const SamplingParams& o, const std::
     if (said) { l[id] -= o.presence_penalty; const float f = (float)said * o.frequency_penalty; l[id] -= f; }
     if (o.has_bias) l[id] += bias[id];
     if (n_output < o.min_tokens) for (int e = 0; e < o.n_eos; e++) if (o.eos[e] == id) l[id] = -kInf;
-    bad |= !(l[id] < kInf);
+    bad |= adjusted ? !(l[id] < kInf) : l[id] == kInf;
+    if (l[id] != l[id]) l[id] = -kInf;
   }
   if (bad) return -1;
   const int best = (int)(std::max_element(l.begin(), l.end()) - l.begin());   // the first of equals
-  if (l[best] == -kInf) return -2;
+  if (l[best] == -kInf) return -1;
   if (o.temperature == 0) return best;
   std::vector<float> z(vocab);
   std::vector<int> order(vocab);
@@ -96,12 +98,27 @@ struct Sequence {
     s.root = history[20];
     counts[s.root] = 1;
   }
-  void launch(std::vector<float>& logits, int width, bool prefill = false, int n_kernels = 3) {
+  // The head's maxima, then the chain of all kernels, or of those that the options need.
+  void launch(std::vector<float>& logits, int width, bool minimal = false) {
+    const int n_max = 1 + chance() % 9;
+    std::vector<float> max_value((size_t)width * n_max, -kInf);
+    std::vector<int> max_id((size_t)width * n_max, 0x7fffffff);
+    for (int r = 0; r < width; r++)
+      for (int id = 0; id < vocab; id++) {
+        const size_t at = r * n_max + id / 16 % n_max;
+        if (logits[(size_t)r * stride + id] > max_value[at]) { max_value[at] = logits[(size_t)r * stride + id]; max_id[at] = id; }
+      }
     SampleParams p{};
     p.logits = logits.data(); p.state = &s; p.options = &o; p.scratch = scratch.data(); p.list = list.data(); p.counts = counts.data();
-    p.bias = o.has_bias ? bias.data() : nullptr; p.history = history.data(); p.ring = ring.data(); p.vocab = vocab; p.stride = stride; p.prefill = prefill;
-    const char* names[] = {"sample_adjust", "sample_cut", "sample_choose"};
-    for (int k = 0; k < 3; k++) if (k != 1 || n_kernels == 3) run(names[k], dim3(blocks, width), 256, p);
+    p.bias = o.has_bias ? bias.data() : nullptr; p.history = history.data(); p.ring = ring.data(); p.vocab = vocab; p.stride = stride; p.width = width;
+    p.max_value = max_value.data(); p.max_id = max_id.data(); p.n_max = n_max;
+    const bool adjusted = o.repetition_penalty != 1 || o.presence_penalty != 0 || o.frequency_penalty != 0 || o.has_bias || o.min_tokens > 0;
+    const bool filtered = o.top_k > 0 || o.top_p < 1ull << 32, all = !minimal;
+    if (all || adjusted) run("sample_adjust", dim3(blocks, width), 256, p);
+    if (all || filtered) run("sample_count", dim3(blocks, width), 256, p);
+    if (all || o.temperature != 0) run("sample_choose", dim3(blocks, width), 256, p);
+    if (all || filtered) run("sample_settle", dim3(1, width), 256, p);
+    run("sample_accept", dim3(1), 256, p);
   }
   unsigned record(int word) const {
     const uint64_t w = ring[s.pass % RECORDS * RECORD_WORDS + word];
@@ -123,21 +140,21 @@ static std::vector<float> random_logits(int rows, int vocab, int stride, int kin
   return l;
 }
 // One verify pass with the given drafts; the double decodes one by one. True when all agree.
-static bool pass(Sequence& q, const std::vector<float>& logits, int width, std::vector<int> drafts, const char* what, int n_kernels = 3) {
+static bool pass(Sequence& q, const std::vector<float>& logits, int width, std::vector<int> drafts, const char* what, bool minimal = false) {
   const State before = q.s;
   const auto counts0 = q.counts;
   q.s.rows = 1 + (int)drafts.size();
   q.s.n_drafts = (int)drafts.size();
   std::copy(drafts.begin(), drafts.end(), q.s.drafts);
   std::vector<float> device(logits);
-  q.launch(device, width, false, n_kernels);
+  q.launch(device, width, minimal);
   auto counts = counts0;
   std::vector<int> want;
   int reason = STOP_NONE, accepted = 0;
   for (int i = 0;; i++) {
     const std::vector<float> row(logits.begin() + (size_t)i * q.stride, logits.begin() + (size_t)i * q.stride + q.vocab);
     const int t = ref_choose(row, q.o, counts, q.bias, before.n_output + i, before.length + i + 1);
-    if (t < 0) { reason = t == -1 ? STOP_NOT_FINITE : STOP_ALL_BANNED; break; }
+    if (t < 0) { reason = STOP_NO_CHOICE; break; }
     want.push_back(t);
     counts[t]++;
     const bool hit = i < (int)drafts.size() && i + 1 < width && drafts[i] == t;
@@ -311,7 +328,7 @@ static void test_width() {
     narrow.o.n_eos = 0;
     for (int i = 0; i < 16; i++) {
       const std::vector<float> row(logits.begin() + i * 1000, logits.begin() + (i + 1) * 1000);
-      pass(narrow, row, 1, {}, kOptions[which].name, which == 11 || which == 16 || which == 24 ? 3 : 2);
+      pass(narrow, row, 1, {}, kOptions[which].name, true);
     }
     check(wide.s.emitted == 16 && wide.history == narrow.history && wide.counts == narrow.counts, "%s: 16 rows at once equal 16 passes of one row", kOptions[which].name);
     int different = 0;
@@ -360,29 +377,37 @@ static void test_other_passes() {
     check(std::memcmp(&after, &before, sizeof after) == 0 && q.history == history && q.counts == counts && logits == untouched, "a done sequence stays as it is");
     check(q.record(RECORD_COUNT) == 0 && q.record(RECORD_REASON) == STOP_EOS && q.record(RECORD_LENGTH) == 20, "a done sequence's record");
 
-    Sequence f(512);                                            // the first token after a prompt chunk of 13 rows
-    f.o.temperature = temperature; f.s.rows = 13; f.s.length = 7; f.s.history_length = 20; f.s.n_output = 0; f.counts[f.s.root] = 0;
-    auto row = random_logits(1, 512, 512, 0);
-    const int want = ref_choose(row, f.o, f.counts, f.bias, 0, 20);
-    f.launch(row, 1, true);
-    check(f.s.root == want && f.s.length == 20 && f.s.history_length == 21 && f.s.rows == 1 && f.s.n_output == 1 && f.history[20] == want, "prefill: %d (%d)", f.s.root, want);
+    Sequence f(512);
     AdvanceParams a{&f.s, f.ring.data()};
     f.s.rows = 9;
     run("prefill_advance", dim3(1), 32, a);
     check(f.s.length == 29 && f.s.history_length == 21 && f.record(RECORD_COUNT) == 0 && f.record(RECORD_LENGTH) == 29, "prefill_advance");
+    f.s.done = 1;
+    run("prefill_advance", dim3(1), 32, a);
+    check(f.s.length == 29 && f.record(RECORD_COUNT) == 0, "prefill_advance of a done sequence");
 
-    for (float bad : {NAN, kInf, -kInf}) {                      // a row that is not fit to sample ends the sequence, but only if it is reached
-      for (int reached = 0; reached < 2; reached++) {
-        Sequence n(1000);
-        n.o.temperature = temperature; n.o.top_p = fixed_p(0.9);
-        auto rows = random_logits(3, 1000, 1000, 0);
-        auto drafts = right_drafts(n, rows, 2);
-        if (!reached) drafts[1] ^= 1;
-        if (bad == -kInf) std::fill(rows.begin() + 2000, rows.end(), bad); else rows[2999] = bad;
-        pass(n, rows, 3, drafts, "a bad row");
-        check(n.s.reason == (reached ? bad == -kInf ? STOP_ALL_BANNED : STOP_NOT_FINITE : STOP_NONE), "a bad row's reason %d", n.s.reason);
-      }
-    }
+    for (float bad : {NAN, kInf, -kInf})                        // a row without a choice ends the sequence, but only if it is reached
+      for (int reached = 0; reached < 2; reached++)
+        for (int adjusted = 0; adjusted < 2; adjusted++)
+          for (int filtered = 0; filtered < 2; filtered++) {
+            Sequence n(1000);
+            n.o.temperature = temperature;
+            if (filtered) n.o.top_p = fixed_p(0.9);
+            if (adjusted) n.o.presence_penalty = 0.5f;
+            auto rows = random_logits(3, 1000, 1000, 0);
+            auto drafts = right_drafts(n, rows, 2);
+            if (!reached) drafts[1] ^= 1;
+            std::fill(rows.begin() + (bad == kInf ? 2999 : 2000), rows.end(), bad);
+            pass(n, rows, 3, drafts, "a row without a choice", !filtered);
+            check(n.s.reason == (reached ? STOP_NO_CHOICE : STOP_NONE), "reason %d of a row without a choice", n.s.reason);
+            if (adjusted) continue;
+            Sequence some(1000);                                // a few NaN are passed over
+            some.o.temperature = temperature;
+            if (filtered) some.o.top_k = 998;
+            rows = random_logits(1, 1000, 1000, 2);
+            for (int i = 0; i < 5; i++) rows[chance() % 1000] = NAN;
+            pass(some, rows, 1, {}, "a few NaN");
+          }
   }
 }
 

@@ -1,10 +1,12 @@
 //! `volley bench`: time to the first token and time per token at prompt lengths and depths, and the share of the memory's read rate.
 //!
-//! Fixed token ids, greedy, no end tokens, no tokenizer. The read rate is measured in the same run: all threads add up a buffer too
-//! large for any cache. A row's bytes per token are what the plan says must be read.
+//! Fixed token ids, greedy, no end tokens, no tokenizer. The read rate is measured in the same run: on the CPU all threads add up a buffer
+//! too large for any cache, a GPU streams one. A row's bytes per token are what the plan says must be read.
 use super::{shown_bytes, stats, tell, Model, ModelOptions, COMMIT};
 use crate::decode::{sample::philox, Answer, Event, Flow, Request, Sampling};
 use crate::error;
+use crate::gpu;
+use crate::model::plan::MAX_WIDTH;
 use anyhow::{bail, Result};
 use rayon::prelude::*;
 use serde_json::json;
@@ -18,12 +20,19 @@ pub struct Options {
     /// Tokens generated in each run.
     pub generate: usize,
     pub repeat: usize,
+    /// Widths of verify passes to time at each depth.
+    pub widths: Vec<usize>,
+    /// Where the time of a token goes at each depth.
+    pub profile: bool,
     pub json: bool,
 }
 
 pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
     if options.prompts.contains(&0) {
         bail!("prompt-tokens 0: expected at least 1, the first token comes from a prompt");
+    }
+    if let Some(width) = options.widths.iter().find(|w| !(1..=MAX_WIDTH).contains(*w) || (**w > 8 && **w < MAX_WIDTH)) {
+        bail!("widths {width}: expected numbers from 1 to 8, or {MAX_WIDTH}");
     }
     let longest = |list: &[usize]| list.iter().copied().max().unwrap_or(0);
     let needed = longest(&options.prompts).checked_add(longest(&options.depths)).and_then(|n| n.checked_add(options.generate));
@@ -34,16 +43,19 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
         bail!("depth, prompt and answer have {needed} tokens, the context holds {}: lower them or raise --context", model.engine.context());
     }
 
-    let read_rate = read_rate();
+    let (read_rate, device) = if model.device == "cuda" {
+        let gpu = gpu::open(model_options.gpu)?;
+        (gpu::probe::read_ceiling(&gpu)?, gpu.info().name.clone())
+    } else {
+        (read_rate(), format!("cpu with {} threads", rayon::current_num_threads()))
+    };
     let mut out = io::stdout();
     if !options.json {
         writeln!(
             out,
-            "{} {}, {} with {} threads, reads {}/s, commit {COMMIT}",
+            "{} {}, {device}, reads {}/s, commit {COMMIT}",
             model.name,
             model.dtype,
-            model.device,
-            rayon::current_num_threads(),
             shown_bytes(read_rate as u64)
         )?;
         writeln!(out, " depth  prompt  first token  prompt tok/s  per token p50       p90       p99    tok/s         read  of rate  tokens hash")?;
@@ -55,8 +67,50 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
             let line = if options.json { row.json(&model, options, read_rate).to_string() } else { row.text(read_rate) };
             writeln!(out, "{line}")?;
         }
+        if !options.widths.is_empty() {
+            widths(&mut model, depth, options, &mut out)?;
+        }
+        if options.profile {
+            profile(&mut model, depth, options, read_rate, &mut out)?;
+        }
+    }
+    if model.verbose > 0 {
+        tell(format_args!("{}", serde_json::to_string(&model.engine.counters())?));
     }
     Ok(error::FINE)
+}
+
+/// Cost of a verify pass by its width, each against width 1.
+fn widths(model: &mut Model, depth: usize, options: &Options, out: &mut impl Write) -> Result<()> {
+    let mut one = None;
+    for width in std::iter::once(1).chain(options.widths.iter().copied().filter(|&w| w != 1)) {
+        let samples = model.engine.time_verify(width, depth, 10 * options.repeat)?;
+        let p50 = stats::percentile(&samples, 50.0);
+        let one = *one.get_or_insert(p50);
+        if options.json {
+            let row = json!({ "model": model.name, "device": model.device, "depth": depth, "width": width, "verify_ms": p50, "against_width_1": p50 / one, "samples": samples });
+            writeln!(out, "{row}")?;
+        } else {
+            writeln!(out, "{depth:6}  verify of {width:2} rows  {p50:10.4} ms  {:6.3} x one row", p50 / one)?;
+        }
+    }
+    Ok(())
+}
+
+/// Steps of one kind together: time, bytes, and the share of the read rate.
+fn profile(model: &mut Model, depth: usize, options: &Options, read_rate: f64, out: &mut impl Write) -> Result<()> {
+    for step in model.engine.profile(depth)? {
+        let rate = step.bytes as f64 / (step.ms / 1e3).max(1e-9);
+        if options.json {
+            let row = json!({ "model": model.name, "device": model.device, "depth": depth, "step": step, "share_of_read_rate": rate / read_rate });
+            writeln!(out, "{row}")?;
+        } else {
+            let each = 1e3 * step.ms / step.count as f64;
+            let (bytes, share) = (shown_bytes(step.bytes), 100.0 * rate / read_rate);
+            writeln!(out, "{depth:6}  {:22} {:4} x {each:8.2} us = {:8.4} ms  {bytes:>9}  {share:5.0} %", step.kind, step.count, step.ms)?;
+        }
+    }
+    Ok(())
 }
 
 /// What the runs of one depth and prompt length gave.

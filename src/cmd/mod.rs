@@ -9,9 +9,10 @@ pub mod signal;
 mod stats;
 
 use crate::cpu;
-use crate::decode::{Drafting, Engine, Sampling};
-use crate::error::machine;
-use crate::model::checkpoint::{Checkpoint, Read};
+use crate::decode::{Backend, Drafting, Engine, Sampling};
+use crate::gpu::{self, machine, weights::Source};
+use crate::error;
+use crate::model::checkpoint::{Checkpoint, Dtype, Read};
 use crate::model::config::Config;
 use crate::model::plan::{self, Pass, Plan, Ranks, Storage};
 use crate::model::weights::{self, Table, Weights};
@@ -48,6 +49,12 @@ pub struct ModelOptions {
     pub context: Option<usize>,
     pub no_mmap: bool,
     pub weights: Option<PathBuf>,
+    /// Which GPU.
+    pub gpu: usize,
+    /// An error instead of a warning when a graph is not captured.
+    pub require_graphs: bool,
+    /// Weights from a hash, config.json alone: for bench.
+    pub random: bool,
     /// 0 quiet, 1 what was loaded, 2 the plan as well.
     pub verbose: u8,
 }
@@ -118,43 +125,83 @@ impl Model {
     fn load_from(dir: &Path, options: &ModelOptions) -> Result<Model> {
         let start = Instant::now();
         let verbose = options.verbose > 0;
-        if options.device == Device::Cuda {
-            return Err(machine("--device cuda: this build runs on the CPU only; use --device cpu"));
-        }
+        // Before anything is read: a machine that cannot run it says so at once.
+        let gpu = match options.device {
+            Device::Cpu => Err("it was asked for".to_string()),
+            Device::Cuda => Ok(gpu::open(options.gpu)?),
+            Device::Auto => gpu::open(options.gpu).map_err(|e| format!("{e:#}")),
+        };
         let config = Config::open(dir)?;
         let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
         let read = if options.no_mmap { Read::Plain } else { Read::Auto };
-        let checkpoint = Checkpoint::open(dir, read)?;
-        let weights = weights::claim(&table, &config, &checkpoint)?;
-        let first = weights.iter().find(|(_, w)| w.cols > 1).map(|(_, w)| w.dtype()).context("the model has no weights")?;
+        let (weights, stored) = if options.random {
+            (None, "random weights".to_string())
+        } else {
+            let checkpoint = Checkpoint::open(dir, read)?;
+            (Some(weights::claim(&table, &config, &checkpoint)?), checkpoint.to_string())
+        };
+        let dtype = match &weights {
+            Some(w) => w.iter().find(|(_, w)| w.cols > 1).map(|(_, w)| w.dtype()).context("the model has no weights")?,
+            None => Dtype::Bf16,
+        };
 
         let decode = plan::target(&config, Pass::Verify { width: 1 }, Ranks::ONE, &[])?;
-        let storage = Storage { weight: first.bytes(), ..cpu::STORAGE };
+        let (storage, most_kv) = match &gpu {
+            Ok(gpu) => (machine::STORAGE, gpu.memory()?.1 as u64 / 8),
+            Err(_) => (Storage { weight: dtype.bytes(), ..cpu::STORAGE }, DEFAULT_KV_BYTES),
+        };
         let row_bytes = (decode.kv.n_layers * decode.kv.row_dim() * storage.kv) as u64;
-        let context = context(options.context, config.context, row_bytes)?;
-        if options.verbose > 0 {
-            tell(format_args!("model: {} ({}), {checkpoint}", dir.display(), config.arch));
+        let available = if gpu.is_ok() { None } else { available_memory() };
+        let context = context(options.context, config.context, row_bytes, most_kv, available)?;
+        if verbose {
+            match &gpu {
+                Ok(gpu) => tell(format_args!("device: {}, SM {}.{}, kernels: {}", gpu.info().name, gpu.info().sm / 10, gpu.info().sm % 10, gpu::fatbins::BUILT_WITH)),
+                Err(why) => tell(format_args!("device: cpu, since {why}")),
+            }
+            tell(format_args!("model: {} ({}), {stored}", dir.display(), config.arch));
             tell(format_args!("rope: {}", config.rope));
-            weights.notes.iter().for_each(|note| tell(format_args!("weights: {note}")));
+            weights.iter().flat_map(|w| &w.notes).for_each(|note| tell(format_args!("weights: {note}")));
             let capped = if options.context.is_none() && context < config.context { " (-c raises it)" } else { "" };
             let kv = shown_bytes(context as u64 * row_bytes);
             tell(format_args!("context: {context} of the model's {} tokens{capped}, KV cache {kv}", config.context));
             tell(format_args!("plan: {} steps, {} a token", decode.steps.len(), shown_bytes(decode.bytes(0, storage))));
-            if options.device == Device::Auto {
-                tell(format_args!("device: cpu, since this build runs on the CPU only"));
-            }
         }
         if options.verbose > 1 {
             tell(format_args!("{decode}"));
         }
-        fetch(&weights)?;
-        let backend = cpu::Reference::new(config.clone(), weights, context, None, false)?;
+        let device = if gpu.is_ok() { "cuda" } else { "cpu" };
+        let backend: Box<dyn Backend> = match gpu {
+            Ok(gpu) => {
+                let source = weights.as_ref().map_or(Source::Random(0), Source::Checkpoint);
+                let machine_options = machine::Options { context, require_graphs: options.require_graphs, fail_capture: |_| false };
+                let mut progress = Progress::new();
+                let made = machine::Machine::new(gpu, config.clone(), source, &machine_options, &mut |done, total| progress.show(done, total))?;
+                if verbose {
+                    let t = made.timings;
+                    tell(format_args!(
+                        "GPU memory: weights {}, KV cache {}, work {}; weights in {:.0} ms, {} graphs in {:.0} ms",
+                        shown_bytes(t.weight_bytes as u64),
+                        shown_bytes(t.kv_bytes as u64),
+                        shown_bytes(t.other_bytes as u64),
+                        t.weights_ms,
+                        t.n_graphs,
+                        t.capture_ms
+                    ));
+                }
+                Box::new(made)
+            }
+            Err(_) => {
+                let Some(weights) = weights else { bail!("--random: random weights are made on a GPU; use --device cuda") };
+                fetch(&weights)?;
+                Box::new(cpu::Reference::new(config.clone(), weights, context, None, false)?)
+            }
+        };
         if verbose {
             tell(format_args!("loaded in {:.2} s", start.elapsed().as_secs_f64()));
         }
         let name = dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
-        let engine = Engine::new(Box::new(backend), Drafting::default())?;
-        Ok(Model { name, config, engine, decode, storage, dtype: first.to_string(), device: "cpu", verbose: options.verbose })
+        let engine = Engine::new(backend, Drafting::default())?;
+        Ok(Model { name, config, engine, decode, storage, dtype: dtype.to_string(), device, verbose: options.verbose })
     }
 
     /// Statistics are for people: at a terminal, or when asked for.
@@ -180,16 +227,17 @@ fn model_dir(options: &ModelOptions) -> Result<PathBuf> {
     Ok(dir)
 }
 
-/// Tokens of the context: what was asked for, else the model's as far as `DEFAULT_KV_BYTES` go; `row_bytes` is one token in the KV cache.
-fn context(asked: Option<usize>, model: usize, row_bytes: u64) -> Result<usize> {
+/// Tokens of the context: what was asked for, else the model's as far as `most_kv` bytes go; `row_bytes` is one token in the KV
+/// cache, which must fit into `available` bytes.
+fn context(asked: Option<usize>, model: usize, row_bytes: u64, most_kv: u64, available: Option<u64>) -> Result<usize> {
     let context = match asked {
         Some(n) if (1..=model).contains(&n) => n,
         Some(n) => bail!("context {n}: expected a number from 1 to {model}, which is what the model was made for"),
-        None => model.min((DEFAULT_KV_BYTES / row_bytes.max(1)).max(1) as usize),
+        None => model.min((most_kv / row_bytes.max(1)).max(1) as usize),
     };
     let needed = context as u64 * row_bytes;
-    match available_memory() {
-        Some(available) if needed > available => Err(machine(format!(
+    match available {
+        Some(available) if needed > available => Err(error::machine(format!(
             "a context of {context} tokens needs {} of memory for its KV cache, {} are available: lower --context",
             shown_bytes(needed),
             shown_bytes(available)
@@ -208,22 +256,39 @@ fn available_memory() -> Option<u64> {
 
 /// Brings the weights into memory; a bar on a terminal if that takes over a second.
 fn fetch(weights: &Weights) -> Result<()> {
-    let start = Instant::now();
-    let mut bar: Option<indicatif::ProgressBar> = None;
-    let result = weights.load(&mut |done, total| {
-        if bar.is_none() && start.elapsed() > Duration::from_secs(1) && io::stderr().is_terminal() {
+    let mut progress = Progress::new();
+    weights.load(&mut |done, total| progress.show(done, total))
+}
+
+/// A bar on stderr for loads that take over a second, where stderr is a terminal.
+struct Progress {
+    start: Instant,
+    bar: Option<indicatif::ProgressBar>,
+}
+
+impl Progress {
+    fn new() -> Progress {
+        Progress { start: Instant::now(), bar: None }
+    }
+
+    fn show(&mut self, done: usize, total: usize) {
+        if self.bar.is_none() && self.start.elapsed() > Duration::from_secs(1) && io::stderr().is_terminal() {
             let style = "loading {bar:30} {bytes} of {total_bytes}, {binary_bytes_per_sec}";
             let style = indicatif::ProgressStyle::with_template(style).expect("a fixed template");
-            bar = Some(indicatif::ProgressBar::new(total as u64).with_style(style));
+            self.bar = Some(indicatif::ProgressBar::new(total as u64).with_style(style));
         }
-        if let Some(bar) = &bar {
+        if let Some(bar) = &self.bar {
             bar.set_position(done as u64);
         }
-    });
-    if let Some(bar) = bar {
-        bar.finish_and_clear();
     }
-    result
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
 }
 
 /// A line on stderr. A closed stderr is no reason to stop.
@@ -317,13 +382,13 @@ mod tests {
 
     #[test]
     fn contexts() {
-        assert_eq!(context(None, 8192, 46_080).unwrap(), 8192);
-        assert_eq!(context(None, 131_072, 262_144).unwrap(), 4096);
-        assert_eq!(context(Some(100), 8192, 46_080).unwrap(), 100);
+        assert_eq!(context(None, 8192, 46_080, DEFAULT_KV_BYTES, None).unwrap(), 8192);
+        assert_eq!(context(None, 131_072, 262_144, DEFAULT_KV_BYTES, None).unwrap(), 4096);
+        assert_eq!(context(Some(100), 8192, 46_080, DEFAULT_KV_BYTES, None).unwrap(), 100);
         for bad in [0, 8193] {
-            assert!(context(Some(bad), 8192, 46_080).unwrap_err().to_string().contains("from 1 to 8192"));
+            assert!(context(Some(bad), 8192, 46_080, DEFAULT_KV_BYTES, None).unwrap_err().to_string().contains("from 1 to 8192"));
         }
-        let error = context(Some(1 << 40), 1 << 40, 1 << 20).unwrap_err();
+        let error = context(Some(1 << 40), 1 << 40, 1 << 20, DEFAULT_KV_BYTES, Some(1 << 34)).unwrap_err();
         assert_eq!(crate::error::exit_code(&error), crate::error::MACHINE, "{error}");
     }
 }

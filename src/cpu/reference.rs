@@ -7,7 +7,7 @@
 use super::dot::{self, Numbers};
 use crate::decode::policy::Costs;
 use crate::decode::sample::{gumbel, greedy};
-use crate::decode::{draft_ngram, Backend, Counters, Limits, Record, Sampling, Sequence, MAX_DRAFTS};
+use crate::decode::{draft_ngram, Backend, Counters, Limits, Record, Sampling, Sequence, StepTime, MAX_DRAFTS};
 use crate::model::config::{Config, Rope};
 use crate::model::draft::DraftModel;
 use crate::model::plan::{self, Attention, BufferId, BufferKind, Epilogue, Input, Linear, Owner, Pass, Plan, Ranks, Step, Storage, Tokens};
@@ -485,6 +485,26 @@ impl Reference {
         Ok(())
     }
 
+    /// A sequence that passes can be timed in, and distinct tokens for them.
+    fn begin_timing(&mut self) -> Result<Vec<u32>> {
+        let tokens: Vec<u32> = (0..MAX_WIDTH as u32).map(|i| (i + 1) * 7919 % self.config.vocab as u32).collect();
+        let limits = Limits { end_ids: Vec::new(), max_tokens: 1, context: self.context };
+        self.begin(&tokens[..1], 0, &Sampling::default(), &limits)?;
+        Ok(tokens)
+    }
+
+    fn time(&mut self, pass: Pass, tokens: &[u32], position: usize, n: usize) -> Result<Vec<f64>> {
+        let tokens = &tokens[..tokens.len().min(self.plan(pass)?.rows())];
+        let mut once = || -> Result<f64> {
+            self.drafts.clear();
+            let start = Instant::now();
+            self.run(pass, tokens, position, &mut |_, _, _| {})?;
+            Ok(start.elapsed().as_secs_f64() * 1e3)
+        };
+        once()?;
+        (0..n).map(|_| once()).collect()
+    }
+
     fn sequence(&mut self) -> Result<&mut Sequence> {
         self.sequence.as_mut().context("no sequence was begun")
     }
@@ -641,30 +661,45 @@ impl Backend for Reference {
     }
 
     fn measure(&mut self) -> Result<Costs> {
-        let tokens: Vec<u32> = (0..=MAX_DRAFTS as u32).map(|i| (i + 1) * 7919 % self.config.vocab as u32).collect();
-        let limits = Limits { end_ids: Vec::new(), max_tokens: 1, context: self.context };
-        self.begin(&tokens[..1], 0, &Sampling::default(), &limits)?;
-        let has_drafter = self.drafter.is_some();
-        let mut time = |pass: Pass, tokens: &[u32]| -> Result<f64> {
-            let mut best = f64::INFINITY;
-            for _ in 0..3 {
-                self.drafts.clear();
-                let start = Instant::now();
-                self.run(pass, tokens, 0, &mut |_, _, _| {})?;
-                best = best.min(start.elapsed().as_secs_f64() * 1e3);
-            }
-            Ok(best)
-        };
+        let best = |times: Vec<f64>| times.into_iter().fold(f64::INFINITY, f64::min);
         let mut costs = Costs { verify: [0.0; MAX_DRAFTS + 1], draft: [0.0; MAX_DRAFTS] };
         for width in 1..=MAX_DRAFTS + 1 {
-            costs.verify[width - 1] = time(Pass::Verify { width }, &tokens[..width])?;
+            costs.verify[width - 1] = best(self.time_verify(width, 0, 3)?);
         }
-        if has_drafter {
+        if self.drafter.is_some() {
+            let tokens = self.begin_timing()?;
             for drafts in 1..=MAX_DRAFTS {
-                costs.draft[drafts - 1] = time(Pass::Draft { width: MAX_DRAFTS + 1, drafts }, &tokens)?;
+                costs.draft[drafts - 1] = best(self.time(Pass::Draft { width: MAX_DRAFTS + 1, drafts }, &tokens, 0, 3)?);
             }
         }
         Ok(costs)
+    }
+
+    fn time_verify(&mut self, width: usize, depth: usize, n: usize) -> Result<Vec<f64>> {
+        let tokens = self.begin_timing()?;
+        self.time(Pass::Verify { width }, &tokens[..width], depth, n)
+    }
+
+    fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>> {
+        let tokens = self.begin_timing()?;
+        let mut kinds: Vec<StepTime> = Vec::new();
+        const RUNS: usize = 5;
+        for _ in 0..RUNS {
+            let mut last = Instant::now();
+            self.run(Pass::Verify { width: 1 }, &tokens[..1], depth, &mut |step, _, _| {
+                let now = Instant::now();
+                let (kind, ms, bytes) = (step.kind(), (now - last).as_secs_f64() * 1e3, step.bytes(1, depth, STORAGE));
+                match kinds.iter_mut().find(|k| k.kind == kind) {
+                    Some(k) => (k.count, k.ms, k.bytes) = (k.count + 1, k.ms + ms, k.bytes + bytes),
+                    None => kinds.push(StepTime { kind, count: 1, ms, bytes }),
+                }
+                last = now;
+            })?;
+        }
+        for k in &mut kinds {
+            (k.count, k.ms, k.bytes) = (k.count / RUNS, k.ms / RUNS as f64, k.bytes / RUNS as u64);
+        }
+        Ok(kinds)
     }
 
     fn record(&mut self) -> Result<Record> {

@@ -31,11 +31,25 @@ pub trait Backend {
     fn set_drafts(&mut self, drafts: &[u32]) -> Result<()>;
     /// Times of every verify and draft pass, measured on distinct random tokens. The cache must be unused: its contents are lost.
     fn measure(&mut self) -> Result<Costs>;
+    /// Milliseconds of `n` verify passes of this width over distinct random tokens with `depth` rows in the cache, whose contents are lost.
+    fn time_verify(&mut self, width: usize, depth: usize, n: usize) -> Result<Vec<f64>>;
+    /// Where the time of plain decoding goes with `depth` rows in the cache, whose contents are lost: steps of one kind together.
+    fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>>;
     /// What the oldest unread verify pass did; waits for it.
     fn record(&mut self) -> Result<Record>;
     /// Cuts history and caches back to the first `n` tokens of the history.
     fn truncate(&mut self, n: usize) -> Result<()>;
     fn counters(&self) -> Counters;
+}
+
+/// Steps of one kind in a pass of one row.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct StepTime {
+    pub kind: String,
+    pub count: usize,
+    pub ms: f64,
+    /// Read by all of them, as the plan counts.
+    pub bytes: u64,
 }
 
 /// What ran since the backend was made.
@@ -120,6 +134,18 @@ impl Engine {
 
     pub fn counters(&self) -> Counters {
         self.backend.counters()
+    }
+
+    /// See `Backend::time_verify`.
+    pub fn time_verify(&mut self, width: usize, depth: usize, n: usize) -> Result<Vec<f64>> {
+        self.clear();
+        self.backend.time_verify(width, depth, n)
+    }
+
+    /// See `Backend::profile`.
+    pub fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>> {
+        self.clear();
+        self.backend.profile(depth)
     }
 
     /// None without drafting.

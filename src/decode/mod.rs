@@ -6,7 +6,7 @@ pub mod sample;
 mod sequence;
 mod speculate;
 
-pub use engine::{Answer, Backend, Counters, Engine, Event, Finish, Flow, PassTime, Request};
+pub use engine::{Answer, Backend, Counters, Engine, Event, Finish, Flow, PassTime, Request, StepTime};
 pub use sample::Sampling;
 pub use sequence::{End, Limits, Record, Sequence};
 pub use speculate::{Drafting, Script, Statistics};

@@ -217,6 +217,12 @@ impl<T: bytemuck::AnyBitPattern> Pinned<T> {
         unsafe { std::ptr::read_volatile(self.start.add(i)) }
     }
 
+    /// What the host wrote.
+    pub fn slice(&self) -> &[T] {
+        // Sound: n elements that only the host writes while it reads them so.
+        unsafe { std::slice::from_raw_parts(self.start, self.n) }
+    }
+
     /// The caller orders GPU copies from and to it by events.
     pub fn slice_mut(&mut self) -> &mut [T] {
         // Sound: n elements, exclusively borrowed on the host.

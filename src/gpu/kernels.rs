@@ -196,7 +196,15 @@ pub struct Launcher<'a> {
 
 impl Launcher<'_> {
     pub fn run(&self) -> Result<()> {
+        self.run_without(None)
+    }
+
+    /// All steps but those of one kind: what their absence saves is their price.
+    pub fn run_without(&self, kind: Option<&str>) -> Result<()> {
         for (i, step) in self.plan.steps.iter().enumerate() {
+            if kind.is_some_and(|k| step.kind() == k) {
+                continue;
+            }
             self.step(i).with_context(|| format!("step {}", step.name()))?;
         }
         if let Pass::Prefill { .. } = self.plan.pass {

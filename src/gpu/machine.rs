@@ -7,7 +7,7 @@ use super::kernels::{attention_partial_floats, norms, Arena, Kernels, Launcher, 
 use super::params::*;
 use super::weights::{Layout, Source};
 use crate::decode::policy::Costs;
-use crate::decode::{Backend, Counters, End, Limits, Record, Sampling};
+use crate::decode::{Backend, Counters, End, Limits, Record, Sampling, StepTime, MAX_DRAFTS};
 use crate::error::{internal, machine};
 use crate::model::config::Config;
 use crate::model::plan::{self, BufferKind, Pass, Plan, Ranks, Step, Storage, MAX_WIDTH, PREFILL_ROWS};
@@ -21,6 +21,8 @@ pub const STORAGE: Storage = Storage { weight: 2, kv: 2 };
 
 /// Widths of the verify graphs: plain decode, every number of drafts, and the widest.
 pub const WIDTHS: [usize; 9] = [1, 2, 3, 4, 5, 6, 7, 8, 16];
+
+const STATE_BYTES: usize = std::mem::size_of::<State>();
 
 /// A pass that gives no record for this long has hung.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -229,11 +231,47 @@ impl Machine {
         Launcher { gpu: &self.gpu, kernels: &self.kernels, arena: &self.arena, plan: &self.plans[&pass].0, norms: &self.plans[&pass].1, chunks }
     }
 
+    /// The context bucket of a pass that ends at position `end`; only decode attention has one.
+    fn chunks(&self, pass: Pass, end: usize) -> usize {
+        let last = *self.buckets.last().expect("never empty");
+        match self.plans[&pass].0.rows() <= MAX_WIDTH {
+            true => *self.buckets.iter().find(|&&b| b >= attention_chunks(end)).unwrap_or(&last),
+            false => last,
+        }
+    }
+
+    /// A sequence of distinct random tokens with `depth` rows in the cache and a pass of `width` rows ahead, for timing.
+    fn begin_timing(&mut self, width: usize, depth: usize) -> Result<()> {
+        let limits = Limits { end_ids: Vec::new(), max_tokens: usize::MAX, context: usize::MAX >> 33 };
+        self.begin(&[1], 0, &Sampling::default(), &limits)?;
+        let id = |i: usize| ((i + 1) * 7919 % self.config.vocab) as i32;
+        let mut state = State { length: depth as i32, rows: width as i32, root: id(0), history_length: 1, ..State::zeroed() };
+        state.n_drafts = width as i32 - 1;
+        (1..width).for_each(|i| state.drafts[i - 1] = id(i));
+        self.set_state(&state)?;
+        // Every timed replay starts from this state again.
+        self.staging.slice_mut()[..STATE_BYTES].copy_from_slice(bytemuck::bytes_of(&State { pass: self.passes, ..state }));
+        Ok(())
+    }
+
+    /// Milliseconds of each of `n` replays from the state that `begin_timing` staged, after two to warm up.
+    fn time_replays(&self, graph: &Graph, n: usize) -> Result<Vec<f64>> {
+        let mut events = Vec::new();
+        for _ in 0..n + 2 {
+            let (start, end) = (self.gpu.event()?, self.gpu.event()?);
+            self.gpu.upload(&self.staging.slice()[..STATE_BYTES], self.arena.state.at(0))?;
+            self.gpu.record(&start)?;
+            self.gpu.replay(graph)?;
+            self.gpu.record(&end)?;
+            events.push((start, end));
+        }
+        self.gpu.synchronize()?;
+        events[2..].iter().map(|(start, end)| Ok(start.ms_until(end)? as f64)).collect()
+    }
+
     /// Queues a pass that ends at position `end`.
     fn queue(&mut self, pass: Pass, end: usize) -> Result<()> {
-        let last = *self.buckets.last().expect("never empty");
-        let decode = self.plans[&pass].0.rows() <= MAX_WIDTH;
-        let chunks = if decode { *self.buckets.iter().find(|&&b| b >= attention_chunks(end)).unwrap_or(&last) } else { last };
+        let chunks = self.chunks(pass, end);
         match &self.graphs[&(pass, chunks)] {
             Some(graph) => self.gpu.replay(graph)?,
             None => {
@@ -429,7 +467,47 @@ impl Backend for Machine {
     }
 
     fn measure(&mut self) -> Result<Costs> {
-        bail!("no drafter is loaded")
+        let mut costs = Costs { verify: [0.0; MAX_DRAFTS + 1], draft: [0.0; MAX_DRAFTS] };
+        for width in 1..=MAX_DRAFTS + 1 {
+            let mut times = self.time_verify(width, 0, 9)?;
+            times.sort_by(f64::total_cmp);
+            costs.verify[width - 1] = times[4];
+        }
+        Ok(costs)
+    }
+
+    fn time_verify(&mut self, width: usize, depth: usize, n: usize) -> Result<Vec<f64>> {
+        self.begin_timing(width, depth)?;
+        let pass = Pass::Verify { width };
+        let chunks = self.chunks(pass, depth + width);
+        let graph = self.graphs[&(pass, chunks)].as_ref().context("the graph was not captured")?;
+        self.time_replays(graph, n)
+    }
+
+    fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>> {
+        const RUNS: usize = 30;
+        self.begin_timing(1, depth)?;
+        let pass = Pass::Verify { width: 1 };
+        let launcher = self.launcher(pass, self.chunks(pass, depth + 1));
+        let median = |skip: Option<&str>| -> Result<f64> {
+            let graph = self.gpu.capture(|| launcher.run_without(skip))?;
+            let mut times = self.time_replays(&graph, RUNS)?;
+            times.sort_by(f64::total_cmp);
+            Ok(times[RUNS / 2])
+        };
+        // The price of a step in a chain whose launches overlap is what leaving it out saves.
+        let whole = median(None)?;
+        let mut kinds: Vec<StepTime> = Vec::new();
+        for step in &launcher.plan.steps {
+            let bytes = step.bytes(1, depth, STORAGE);
+            match kinds.iter_mut().find(|k| k.kind == step.kind()) {
+                Some(k) => (k.count, k.bytes) = (k.count + 1, k.bytes + bytes),
+                None => kinds.push(StepTime { kind: step.kind(), count: 1, ms: whole - median(Some(&step.kind()))?, bytes }),
+            }
+        }
+        let seen: f64 = kinds.iter().map(|k| k.ms).sum();
+        kinds.push(StepTime { kind: "overlap and launch".into(), count: 1, ms: whole - seen, bytes: 0 });
+        Ok(kinds)
     }
 
     fn truncate(&mut self, _n: usize) -> Result<()> {

@@ -5,5 +5,14 @@ pub mod fatbins;
 pub mod kernels;
 pub mod machine;
 pub mod params;
+pub mod probe;
 pub mod shim;
 pub mod weights;
+
+use anyhow::Result;
+use std::rc::Rc;
+
+/// GPU `ordinal` through the CUDA driver.
+pub fn open(ordinal: usize) -> Result<device::Gpu> {
+    Ok(device::Gpu::new(Rc::new(cuda::Cuda::open(ordinal)?)))
+}

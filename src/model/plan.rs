@@ -216,6 +216,15 @@ impl Step {
         }
     }
 
+    /// The name without its layer: steps of one kind do the same work on other weights.
+    pub fn kind(&self) -> String {
+        match self {
+            Step::Linear(l) => l.weight.role.to_string(),
+            Step::Attention(_) => "attention".into(),
+            other => other.name(),
+        }
+    }
+
     pub fn name(&self) -> String {
         match self {
             Step::Embed { .. } => "embed".into(),
