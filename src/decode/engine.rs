@@ -119,13 +119,14 @@ pub struct Engine {
     /// Tokens whose rows the cache holds, in order.
     cached: Vec<u32>,
     speculation: Option<Speculation>,
+    paused: bool,
 }
 
 impl Engine {
     /// With drafting on, the passes are timed first (Backend::measure).
     pub fn new(mut backend: Box<dyn Backend>, drafting: Drafting) -> Result<Engine> {
         let speculation = if drafting.on() { Some(Speculation::new(drafting, backend.measure()?)) } else { None };
-        Ok(Engine { backend, cached: Vec::new(), speculation })
+        Ok(Engine { backend, cached: Vec::new(), speculation, paused: false })
     }
 
     pub fn context(&self) -> usize {
@@ -162,6 +163,11 @@ impl Engine {
     /// Times of the passes as the policy knows them now. None without drafting.
     pub fn costs(&self) -> Option<&Costs> {
         self.speculation.as_ref().map(|s| &s.costs)
+    }
+
+    /// Plain decoding until it is resumed: for comparisons.
+    pub fn pause_drafting(&mut self, paused: bool) {
+        self.paused = paused;
     }
 
     /// Given once: the drafter is hardly ever right, and what may be the cause.
@@ -245,6 +251,7 @@ impl Engine {
         answer: &mut Answer,
         on_event: &mut dyn FnMut(Event) -> Flow,
     ) -> Result<()> {
+        let mut speculation = if self.paused { None } else { self.speculation.as_mut() };
         let mut last = Instant::now();
         // Verify passes whose records are unread, the pass that comes when there are none, and the drafts that were made for it.
         let mut queued = VecDeque::new();
@@ -260,7 +267,8 @@ impl Engine {
                 made = 0;
             }
             if made == 0 {
-                let behind = self.speculation.as_ref().map_or(Behind::Plain, |s| s.behind(room(answer.tokens.len()).saturating_sub(queued.len())));
+                let room = room(answer.tokens.len()).saturating_sub(queued.len());
+                let behind = speculation.as_ref().map_or(Behind::Plain, |s| s.behind(room));
                 match behind {
                     Behind::Drafts(drafts) => {
                         self.backend.draft(drafts)?;
@@ -284,7 +292,7 @@ impl Engine {
             let time = now - last;
             last = now;
             answer.passes.push(PassTime { tokens: record.tokens.len(), time });
-            if let Some(speculation) = &mut self.speculation {
+            if let Some(speculation) = &mut speculation {
                 speculation.observe(&pass, &record, time);
             }
             let before = answer.tokens.len();
@@ -299,7 +307,7 @@ impl Engine {
                 Some(End::Length) => break Finish::Length,
                 Some(End::Context) => break Finish::Context,
             }
-            if let (Some(speculation), true) = (&mut self.speculation, queued.is_empty()) {
+            if let (Some(speculation), true) = (&mut speculation, queued.is_empty()) {
                 let room = room(answer.tokens.len());
                 if made > 0 {
                     next = Pass { source: Source::Eagle, drafts: made.min(room), drafted: made };
