@@ -2,7 +2,8 @@
 //!
 //! argh reads the flags. What it lacks is added here: flags that several commands share (the `command!` macros), and `--name=value`, `-n5`,
 //! `-vv`, a lone `-` (`spread`). A new flag is a field in one of the macros or structs and a line in the conversion below it.
-use crate::cmd::{bench, chat, run, AnswerOptions, Device, ModelOptions};
+use crate::cmd::{bench, chat, run, AnswerOptions, Device, Draft, ModelOptions};
+use crate::decode::MAX_DRAFTS;
 use crate::decode::Sampling;
 use crate::error;
 use anyhow::{bail, Result};
@@ -49,6 +50,8 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Result<u8> {
                 repeat: b.repeat,
                 widths: b.widths.0,
                 profile: b.profile,
+                prompt_files: b.prompts.0,
+                limit: b.limit,
                 json: b.json,
             };
             bench::bench(&model, &options)
@@ -110,6 +113,13 @@ macro_rules! command {
             /// read the weights instead of mapping them (default on network file systems)
             #[argh(switch)]
             no_mmap: bool,
+            /// where drafts come from: an EAGLE-3 drafter's DIR, ngram, both with a comma between, or none (default: the model's directory
+            /// with -eagle3 behind its name, if there is one)
+            #[argh(option)]
+            draft: Option<Draft>,
+            /// drafts a cycle, 1 to 7, or auto: as many as pay (default: auto)
+            #[argh(option, default = "DraftTokens(None)")]
+            draft_tokens: DraftTokens,
             /// a weights.toml for checkpoints with other tensor names (default: built in)
             #[argh(option)]
             weights: Option<PathBuf>,
@@ -125,6 +135,8 @@ macro_rules! command {
                     device: self.device,
                     context: self.context,
                     no_mmap: self.no_mmap,
+                    draft: self.draft.clone(),
+                    draft_tokens: self.draft_tokens.0,
                     weights: self.weights.clone(),
                     gpu: self.gpu,
                     require_graphs: self.require_graphs,
@@ -272,6 +284,7 @@ command! {
         help_triggers("-h", "--help"),
         usage = "[options]",
         example = "volley bench -p 128,512 -d 0,2048",
+        example = "volley bench --prompts prompts/mt_bench.jsonl,prompts/humaneval.jsonl -g 200",
         note = "Lists are numbers with commas between; every prompt length runs at every depth."
     )]
     Bench {
@@ -287,6 +300,12 @@ command! {
         /// runs of each row, after one that warms up (default: 3)
         #[argh(option, short = 'r', from_str_fn(positive), default = "3")]
         repeat: usize,
+        /// files of prompts, a list: plain and speculative decoding side by side instead of the rows above
+        #[argh(option, default = "Files(vec![])")]
+        prompts: Files,
+        /// prompts of each file, from its start (default: 4)
+        #[argh(option, from_str_fn(positive), default = "4")]
+        limit: usize,
         /// widths of verify passes to time at each depth, a list (default: none)
         #[argh(option, default = "List(vec![])")]
         widths: List,
@@ -356,6 +375,51 @@ impl FromStr for Device {
             "cpu" => Ok(Device::Cpu),
             "cuda" => Ok(Device::Cuda),
             _ => Err("expected auto, cpu or cuda".into()),
+        }
+    }
+}
+
+impl FromStr for Draft {
+    type Err = String;
+    fn from_str(list: &str) -> Result<Draft, String> {
+        let mut draft = Draft::default();
+        for word in list.split(',') {
+            match word {
+                "none" if list == "none" => {}
+                "ngram" if !draft.ngram => draft.ngram = true,
+                "" | "none" | "ngram" => return Err("expected a drafter's DIR, ngram, DIR,ngram or none".into()),
+                dir if draft.dir.is_none() => draft.dir = Some(dir.into()),
+                dir => return Err(format!("expected one drafter, found {dir:?} as well")),
+            }
+        }
+        Ok(draft)
+    }
+}
+
+struct DraftTokens(Option<usize>);
+
+impl FromStr for DraftTokens {
+    type Err = String;
+    fn from_str(word: &str) -> Result<DraftTokens, String> {
+        match word {
+            "auto" => Ok(DraftTokens(None)),
+            _ => match count(word) {
+                Ok(n @ 1..=MAX_DRAFTS) => Ok(DraftTokens(Some(n))),
+                _ => Err(format!("expected auto or a number from 1 to {MAX_DRAFTS}; --draft none turns drafting off")),
+            },
+        }
+    }
+}
+
+/// `a.jsonl,b.jsonl`
+struct Files(Vec<PathBuf>);
+
+impl FromStr for Files {
+    type Err = String;
+    fn from_str(list: &str) -> Result<Files, String> {
+        match list.split(',').any(str::is_empty) {
+            true => Err("expected files with commas between".into()),
+            false => Ok(Files(list.split(',').map(PathBuf::from).collect())),
         }
     }
 }
@@ -448,6 +512,11 @@ mod tests {
         assert!(number("0.7").is_ok() && number("0,7").is_err() && number("1f").is_err());
         assert_eq!(bias("7=-inf"), Ok((7, f32::NEG_INFINITY)));
         assert!(bias("7").is_err() && bias("x=1").is_err() && bias("-1=1").is_err());
+        assert_eq!(Draft::from_str("ngram"), Ok(Draft { dir: None, ngram: true }));
+        assert_eq!(Draft::from_str("a/b,ngram"), Ok(Draft { dir: Some("a/b".into()), ngram: true }));
+        assert_eq!(Draft::from_str("none"), Ok(Draft::default()));
+        assert!(["", "a,b", "none,ngram", "ngram,ngram", "a,"].iter().all(|word| Draft::from_str(word).is_err()));
+        assert!(DraftTokens::from_str("7").is_ok() && DraftTokens::from_str("0").is_err() && DraftTokens::from_str("8").is_err());
         assert_eq!(List::from_str("0,4096").ok().unwrap().0, [0, 4096]);
         assert!(List::from_str("0,,1").is_err() && List::from_str("").is_err());
     }

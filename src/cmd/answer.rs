@@ -2,7 +2,7 @@
 //!
 //! Decoding gives tokens; here they become text, stop strings are found, and Ctrl-C is noticed between passes.
 use super::{draw_seed, signal, stats, tell, AnswerOptions, Session};
-use crate::decode::{Answer, Event, Finish, Flow, Request, Sampling};
+use crate::decode::{Answer, Event, Finish, Flow, Request, Sampling, Statistics};
 use crate::text::{ChatOptions, Message, TextStream};
 use anyhow::Result;
 use serde_json::{json, Map, Value};
@@ -42,6 +42,8 @@ pub struct Reply {
     pub prompt_tokens: usize,
     /// Tokens include the end token, and those of a stop string.
     pub answer: Answer,
+    /// What drafts were worth in this answer; None without drafting.
+    pub statistics: Option<Statistics>,
 }
 
 /// Makes an answer; `show` sees it piece by piece. Ctrl-C ends it early.
@@ -54,6 +56,7 @@ pub fn answer(session: &mut Session, ask: &Ask, show: &mut dyn FnMut(Piece) -> i
     let mut failed = Ok(());
     let mut last = Instant::now();
     let request = Request { prompt: ask.prompt, sampling: ask.sampling, end_ids: &end_ids, max_tokens: ask.max_tokens };
+    session.model.engine.reset_statistics();
     let result = session.model.engine.generate(&request, &mut |event| {
         let tokens = match event {
             Event::Tokens(tokens) => tokens,
@@ -91,7 +94,11 @@ pub fn answer(session: &mut Session, ask: &Ask, show: &mut dyn FnMut(Piece) -> i
         (Finish::Stopped, Some(hit)) => Ended::Stop(ask.stops[hit.stop].clone()),
         (Finish::Stopped, None) => Ended::Interrupt,
     };
-    Ok(Reply { text, ended, prompt_tokens: ask.prompt.len(), answer })
+    if let (Some(warning), Some(drafter)) = (session.model.engine.take_warning(), &session.model.drafter) {
+        tell(format_args!("warning: {warning}; {drafter}"));
+    }
+    let statistics = session.model.engine.statistics().cloned();
+    Ok(Reply { text, ended, prompt_tokens: ask.prompt.len(), answer, statistics })
 }
 
 /// The ids of a conversation that waits for the assistant.
@@ -159,6 +166,10 @@ impl Reply {
         let [p50, p90, p99] = [50.0, 90.0, 99.0].map(|p| us(stats::percentile(&samples, p)));
         put("per_token_us", json!({ "p50": p50, "p90": p90, "p99": p99 }));
         put("tokens_per_s", json!(stats::rate(&samples)));
+        if let Some(s) = &self.statistics {
+            put("accept_length", json!(s.accept_length()));
+            put("speculation", json!(s));
+        }
         Value::Object(summary)
     }
 }

@@ -1,16 +1,21 @@
 //! `volley bench`: time to the first token and time per token at prompt lengths and depths, and the share of the memory's read rate.
 //!
+//! With `--prompts`, instead: real prompts, plain and speculative decoding side by side.
+//!
 //! Fixed token ids, greedy, no end tokens, no tokenizer. The read rate is measured in the same run: on the CPU all threads add up a buffer
 //! too large for any cache, a GPU streams one. A row's bytes per token are what the plan says must be read.
-use super::{shown_bytes, stats, tell, Model, ModelOptions, COMMIT};
-use crate::decode::{sample::philox, Answer, Event, Flow, Request, Sampling};
+use super::{answer, shown_bytes, stats, tell, Draft, Model, ModelOptions, Session, COMMIT};
+use crate::decode::{sample::philox, Answer, Event, Flow, Request, Sampling, Statistics, MAX_DRAFTS};
 use crate::error;
 use crate::gpu;
 use crate::model::plan::MAX_WIDTH;
-use anyhow::{bail, Result};
+use crate::text::Message;
+use anyhow::{bail, Context, Result};
 use rayon::prelude::*;
 use serde_json::json;
+use std::collections::BTreeSet;
 use std::io::{self, Write};
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 pub struct Options {
@@ -24,6 +29,9 @@ pub struct Options {
     pub widths: Vec<usize>,
     /// Where the time of a token goes at each depth.
     pub profile: bool,
+    /// Prompts for plain and speculative decoding, as in prompts/: one object a line with `turns`; the first `limit` of each file.
+    pub prompt_files: Vec<PathBuf>,
+    pub limit: usize,
     pub json: bool,
 }
 
@@ -34,10 +42,16 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
     if let Some(width) = options.widths.iter().find(|w| !(1..=MAX_WIDTH).contains(*w) || (**w > 8 && **w < MAX_WIDTH)) {
         bail!("widths {width}: expected numbers from 1 to 8, or {MAX_WIDTH}");
     }
+    if !options.prompt_files.is_empty() {
+        return compare(model, options);
+    }
     let longest = |list: &[usize]| list.iter().copied().max().unwrap_or(0);
     let needed = longest(&options.prompts).checked_add(longest(&options.depths)).and_then(|n| n.checked_add(options.generate));
     let Some(needed) = needed else { bail!("prompt-tokens, depth and generate: the sum is too large") };
-    let model_options = ModelOptions { context: model.context.or(Some(needed)), ..model.clone() };
+    if model.draft.as_ref().is_some_and(|draft| *draft != Draft::default()) {
+        bail!("--draft: these rows are of plain decoding, whose tokens are no text; --prompts FILES compares plain and speculative");
+    }
+    let model_options = ModelOptions { context: model.context.or(Some(needed)), draft: Some(Draft::default()), ..model.clone() };
     let mut model = Model::load(&model_options)?;
     if needed > model.engine.context() {
         bail!("depth, prompt and answer have {needed} tokens, the context holds {}: lower them or raise --context", model.engine.context());
@@ -75,6 +89,120 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
         tell(format_args!("{}", serde_json::to_string(&model.engine.counters())?));
     }
     Ok(error::FINE)
+}
+
+/// Plain and speculative decoding of the same prompts, one after the other: greedy, decode only, up to `generate` tokens or the end.
+fn compare(model: &ModelOptions, options: &Options) -> Result<u8> {
+    let mut session = Session::load(model)?;
+    if session.model.engine.costs().is_none() {
+        bail!("--prompts compares plain and speculative decoding: expected drafts, found none; give --draft DIR or ngram");
+    }
+    let mut out = io::stdout();
+    if !options.json {
+        let threads = rayon::current_num_threads();
+        let (name, dtype, device) = (&session.model.name, &session.model.dtype, session.model.device);
+        writeln!(out, "{name} {dtype}, {device} ({threads} threads), commit {COMMIT}; {}", session.model.drafter.as_deref().unwrap_or("n-gram"))?;
+        writeln!(out, "{:22} {:>6} {:>12} {:>12} {:>6}  accept length, by position", "prompts", "tokens", "plain tok/s", "spec. tok/s", "ratio")?;
+    }
+    for file in &options.prompt_files {
+        let set = Set::measure(&mut session, file, options)?;
+        let line = if options.json { set.json(&session.model).to_string() } else { set.text() };
+        writeln!(out, "{line}")?;
+    }
+    let costs = session.model.engine.costs().expect("checked above");
+    if !options.json {
+        let list = |times: &[f64]| times.iter().map(|ms| format!("{ms:.3}")).collect::<Vec<_>>().join(" ");
+        writeln!(out, "verify of 1 to {} rows, ms: {}", MAX_DRAFTS + 1, list(&costs.verify))?;
+        if session.model.drafter.is_some() {
+            writeln!(out, "draft pass of 1 to {MAX_DRAFTS} drafts, ms: {}", list(&costs.draft))?;
+        }
+        let even: Vec<f64> = (1..=MAX_DRAFTS).map(|k| costs.break_even(k)).collect();
+        writeln!(out, "break-even accept length with 1 to {MAX_DRAFTS} drafts: {}", list(&even))?;
+    }
+    Ok(error::FINE)
+}
+
+/// What the prompts of one file gave.
+struct Set {
+    name: String,
+    tokens: usize,
+    /// Tokens per second of each prompt, plain and speculative.
+    rates: Vec<[f64; 2]>,
+    statistics: Statistics,
+    /// Prompts whose answer repeats itself: less than half of its runs of four tokens are different. They flatter any drafter.
+    loops: usize,
+}
+
+impl Set {
+    fn measure(session: &mut Session, file: &Path, options: &Options) -> Result<Set> {
+        #[derive(serde::Deserialize)]
+        struct Prompt {
+            turns: Vec<String>,
+        }
+        let text = std::fs::read_to_string(file).with_context(|| format!("{}: expected a file of prompts", file.display()))?;
+        let name = file.file_name().map_or_else(|| file.display().to_string(), |name| name.to_string_lossy().into_owned());
+        let mut set = Set { name, tokens: 0, rates: Vec::new(), statistics: Statistics::default(), loops: 0 };
+        session.model.engine.reset_statistics();
+        for (i, line) in text.lines().filter(|line| !line.trim().is_empty()).take(options.limit).enumerate() {
+            let place = || format!("{}: line {}", file.display(), i + 1);
+            let prompt: Prompt = serde_json::from_str(line).with_context(place)?;
+            let first = prompt.turns.first().with_context(|| format!("{}: turns: expected one at least, found none", place()))?;
+            let ids = answer::chat_ids(session, &[Message::new("user", first)], false)?;
+            let ends: Vec<u32> = session.end_ids.iter().map(|(id, _)| *id).collect();
+            let mut run = |plain: bool| -> Result<Answer> {
+                let engine = &mut session.model.engine;
+                engine.clear();
+                engine.pause_drafting(plain);
+                let request = Request { prompt: &ids, sampling: &Sampling::default(), end_ids: &ends, max_tokens: Some(options.generate) };
+                engine.generate(&request, &mut |_| Flow::Go)
+            };
+            let (plain, drafted) = (run(true)?, run(false)?);
+            if plain.tokens != drafted.tokens {
+                return Err(error::internal(format!("{}: speculative decoding gave other tokens than plain decoding", place())));
+            }
+            set.tokens += plain.tokens.len();
+            set.rates.push([stats::rate(&stats::token_ms(&plain)), stats::rate(&stats::token_ms(&drafted))]);
+            let runs: BTreeSet<&[u32]> = plain.tokens.windows(4).collect();
+            set.loops += (2 * runs.len() < plain.tokens.windows(4).len()) as usize;
+        }
+        if set.rates.is_empty() {
+            bail!("{}: expected prompts, found none", file.display());
+        }
+        set.statistics = session.model.engine.statistics().cloned().unwrap_or_default();
+        Ok(set)
+    }
+
+    /// Means over the prompts: tokens per second, plain and speculative.
+    fn mean(&self) -> [f64; 2] {
+        [0, 1].map(|i| self.rates.iter().map(|rates| rates[i]).sum::<f64>() / self.rates.len() as f64)
+    }
+
+    fn text(&self) -> String {
+        let [plain, drafted] = self.mean();
+        let shares: Vec<String> = self.statistics.acceptance().iter().map(|a| format!("{a:.2}")).collect();
+        let loops = if self.loops > 0 { format!("; {} of {} answers repeat themselves", self.loops, self.rates.len()) } else { String::new() };
+        format!(
+            "{:22} {:6} {plain:12.1} {drafted:12.1} {:6.2}  {:.2}: {}{loops}",
+            self.name,
+            self.tokens,
+            drafted / plain,
+            self.statistics.accept_length(),
+            shares.join(" ")
+        )
+    }
+
+    fn json(&self, model: &Model) -> serde_json::Value {
+        let [plain, drafted] = self.mean();
+        let costs = model.engine.costs().expect("drafting is on");
+        let even: Vec<f64> = (1..=MAX_DRAFTS).map(|k| costs.break_even(k)).collect();
+        json!({
+            "model": model.name, "dtype": model.dtype, "device": model.device, "threads": rayon::current_num_threads(), "commit": COMMIT,
+            "drafter": model.drafter, "prompts": self.name, "tokens": self.tokens, "plain_tokens_per_s": plain, "speculative_tokens_per_s": drafted,
+            "ratio": drafted / plain, "accept_length": self.statistics.accept_length(), "acceptance": self.statistics.acceptance(),
+            "speculation": self.statistics, "answers_that_repeat": self.loops, "verify_ms": costs.verify, "draft_ms": costs.draft,
+            "break_even_accept_length": even, "samples": { "tokens_per_s": self.rates },
+        })
+    }
 }
 
 /// Cost of a verify pass by its width, each against width 1.

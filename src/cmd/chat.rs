@@ -31,7 +31,7 @@ pub fn chat(model: &ModelOptions, options: &AnswerOptions, json: bool) -> Result
     let (sampling, _) = answer::sampling(options);
     let system = options.system.iter().map(|text| Message::new("system", text));
     let mut conversation =
-        Conversation { session, options, sampling, messages: system.collect(), turns: 0, tokens: 0, last: "no answer yet".into() };
+        Conversation { session, options, sampling, messages: system.collect(), turns: 0, tokens: 0, last: "no answer yet".into(), last_drafts: None };
     conversation.talk(&mut Input::open()?)
 }
 
@@ -56,6 +56,7 @@ struct Conversation<'a> {
     turns: usize,
     tokens: usize,
     last: String,
+    last_drafts: Option<String>,
 }
 
 impl Conversation<'_> {
@@ -101,6 +102,12 @@ impl Conversation<'_> {
             ("/stats", "") => {
                 let context = self.session.model.engine.context();
                 tell(format_args!("{}", self.last));
+                self.last_drafts.iter().for_each(|drafts| tell(format_args!("{drafts}")));
+                let counters = self.session.model.engine.counters();
+                tell(format_args!(
+                    "replays: prefill {}, verify {}, draft {}; eager {}",
+                    counters.prefill_replays, counters.verify_replays, counters.draft_replays, counters.eager
+                ));
                 tell(format_args!("{} answers, {} tokens; context of {context} tokens", self.turns, self.tokens));
             }
             _ => tell(format_args!("error: {line}: expected one of {COMMANDS}; a message that starts with / goes between \"\"\"")),
@@ -128,7 +135,8 @@ impl Conversation<'_> {
             Ok(reply) => {
                 self.turns += 1;
                 self.tokens += reply.answer.tokens.len();
-                self.last = stats::line(&self.session.model, reply.prompt_tokens, &reply.answer);
+                self.last = stats::line(&self.session.model, reply.prompt_tokens, &reply.answer, reply.statistics.as_ref());
+                self.last_drafts = reply.statistics.as_ref().map(stats::speculation);
                 let context = self.session.model.engine.context();
                 match reply.ended {
                     Ended::Context => tell(format_args!(
@@ -336,7 +344,7 @@ fn respond(session: &mut Session, options: &AnswerOptions, line: &str) -> Result
         tell(format_args!("answer tokens: {:?}", reply.answer.tokens));
     }
     if session.model.shows_stats() {
-        tell(format_args!("{}", stats::line(&session.model, ids.len(), &reply.answer)));
+        tell(format_args!("{}", stats::line(&session.model, ids.len(), &reply.answer, reply.statistics.as_ref())));
     }
     Ok(reply.summary(seed))
 }

@@ -14,6 +14,7 @@ use crate::error;
 use crate::gpu::{self, machine, weights::Source};
 use crate::model::checkpoint::{Checkpoint, Dtype, Read};
 use crate::model::config::Config;
+use crate::model::draft::DraftModel;
 use crate::model::plan::{self, Pass, Plan, Ranks, Storage};
 use crate::model::weights::{self, Table, Weights};
 use crate::text::Tokenizer;
@@ -49,6 +50,10 @@ pub struct ModelOptions {
     pub context: Option<usize>,
     pub no_mmap: bool,
     pub weights: Option<PathBuf>,
+    /// None: the drafter beside the model, if there is one.
+    pub draft: Option<Draft>,
+    /// Drafts a cycle; None lets the policy choose.
+    pub draft_tokens: Option<usize>,
     /// Which GPU.
     pub gpu: usize,
     /// An error instead of a warning when a graph is not captured.
@@ -57,6 +62,15 @@ pub struct ModelOptions {
     pub random: bool,
     /// 0 quiet, 1 what was loaded, 2 the plan as well.
     pub verbose: u8,
+}
+
+/// Where drafts come from; the default is nowhere.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Draft {
+    /// An EAGLE-3 drafter.
+    pub dir: Option<PathBuf>,
+    /// Repetitions in prompt and answer.
+    pub ngram: bool,
 }
 
 /// How answers are made; `run` and `chat` have these.
@@ -78,6 +92,8 @@ pub struct Model {
     pub name: String,
     pub config: Config,
     pub engine: Engine,
+    /// The drafter and the layers that it reads.
+    pub drafter: Option<String>,
     /// What one token costs: the width-1 verify pass, and bytes of its numbers.
     pub decode: Plan,
     pub storage: Storage,
@@ -98,7 +114,7 @@ impl Session {
     pub fn load(options: &ModelOptions) -> Result<Session> {
         let dir = model_dir(options)?;
         let tokenizer = Tokenizer::open(&dir)?;
-        let model = Model::load_from(&dir, options)?;
+        let model = Model::load_from(&dir, options, Some(tokenizer.vocab_size()))?;
         let mut end_ids: Vec<(u32, String)> = model.config.eos.iter().map(|&(id, source)| (id, source.to_string())).collect();
         if let Some(eos) = tokenizer.eos_text_id() {
             match end_ids.iter_mut().find(|(id, _)| *id == eos) {
@@ -119,10 +135,11 @@ impl Session {
 
 impl Model {
     pub fn load(options: &ModelOptions) -> Result<Model> {
-        Model::load_from(&model_dir(options)?, options)
+        Model::load_from(&model_dir(options)?, options, None)
     }
 
-    fn load_from(dir: &Path, options: &ModelOptions) -> Result<Model> {
+    /// `tokens` is how many the tokenizer has, if there is one.
+    fn load_from(dir: &Path, options: &ModelOptions, tokens: Option<usize>) -> Result<Model> {
         let start = Instant::now();
         let verbose = options.verbose > 0;
         // Before anything is read: a machine that cannot run it says so at once.
@@ -139,6 +156,15 @@ impl Model {
         } else {
             let checkpoint = Checkpoint::open(dir, read)?;
             (Some(weights::claim(&table, &config, &checkpoint)?), checkpoint.to_string())
+        };
+        let draft = options.draft.clone().unwrap_or_else(|| default_draft(dir, gpu.is_err()));
+        if gpu.is_ok() && draft != Draft::default() {
+            bail!("--draft: the GPU backend does not draft yet; use --device cpu or --draft none");
+        }
+        let drafter = match (&draft.dir, &weights) {
+            (Some(dir), Some(weights)) => Some(DraftModel::open(dir, &config, weights, tokens, read)?),
+            (Some(_), None) => bail!("--draft: random weights have no drafter; use --draft none"),
+            (None, _) => None,
         };
         let dtype = match &weights {
             Some(w) => w.iter().find(|(_, w)| w.cols > 1).map(|(_, w)| w.dtype()).context("the model has no weights")?,
@@ -172,9 +198,15 @@ impl Model {
             tell(format_args!("context: {context} of the model's {} tokens{capped}, KV cache {kv}", config.context));
             tell(format_args!("plan: {} steps, {} a token", decode.steps.len(), shown_bytes(decode.bytes(0, storage))));
         }
+        let shown_drafter = drafter.as_ref().map(DraftModel::to_string);
+        if let (Some(drafter), Some(shown), true) = (&drafter, &shown_drafter, verbose) {
+            tell(format_args!("{shown}"));
+            drafter.weights.notes.iter().for_each(|note| tell(format_args!("drafter: {note}")));
+        }
         if options.verbose > 1 {
             tell(format_args!("{decode}"));
         }
+        let drafting = Drafting { eagle: drafter.is_some(), ngram: draft.ngram, fixed: options.draft_tokens, script: None };
         let device = if gpu.is_ok() { "cuda" } else { "cpu" };
         let backend: Box<dyn Backend> = match gpu {
             Ok(gpu) => {
@@ -200,15 +232,16 @@ impl Model {
             Err(_) => {
                 let Some(weights) = weights else { bail!("--random: random weights are made on a GPU; use --device cuda") };
                 fetch(&weights)?;
-                Box::new(cpu::Reference::new(config.clone(), weights, context, None, false)?)
+                drafter.iter().try_for_each(|drafter| fetch(&drafter.weights))?;
+                Box::new(cpu::Reference::new(config.clone(), weights, context, drafter, draft.ngram)?)
             }
         };
+        let name = dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
+        let engine = Engine::new(backend, drafting)?;
         if verbose {
             tell(format_args!("loaded in {:.2} s", start.elapsed().as_secs_f64()));
         }
-        let name = dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
-        let engine = Engine::new(backend, Drafting::default())?;
-        Ok(Model { name, config, engine, decode, storage, dtype: dtype.to_string(), device, verbose: options.verbose })
+        Ok(Model { name, config, engine, drafter: shown_drafter, decode, storage, dtype: dtype.to_string(), device, verbose: options.verbose })
     }
 
     /// Statistics are for people: at a terminal, or when asked for.
@@ -232,6 +265,12 @@ fn model_dir(options: &ModelOptions) -> Result<PathBuf> {
         );
     }
     Ok(dir)
+}
+
+/// The drafter that lies beside the model, by its name.
+fn default_draft(dir: &Path, drafts: bool) -> Draft {
+    let beside = dir.file_name().map(|name| dir.with_file_name(format!("{}-eagle3", name.to_string_lossy())));
+    Draft { dir: beside.filter(|dir| drafts && dir.is_dir()), ngram: false }
 }
 
 /// Tokens of the context: what was asked for, else the model's as far as `most_kv` bytes go; `row_bytes` is one token in the KV

@@ -58,7 +58,10 @@ pub fn run(model: &ModelOptions, options: &AnswerOptions, run: &Options) -> Resu
         tell(format_args!("the context of {} tokens is full: the answer ends here", session.model.engine.context()));
     }
     if session.model.shows_stats() {
-        tell(format_args!("{}", stats::line(&session.model, ids.len(), &reply.answer)));
+        tell(format_args!("{}", stats::line(&session.model, ids.len(), &reply.answer, reply.statistics.as_ref())));
+        if let (Some(s), true) = (&reply.statistics, session.model.verbose > 0) {
+            tell(format_args!("{}", stats::speculation(s)));
+        }
     }
     Ok(if reply.ended == Ended::Interrupt { error::INTERRUPTED } else { error::FINE })
 }

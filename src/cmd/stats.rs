@@ -1,6 +1,6 @@
 //! Percentiles and rates, and the line of statistics after an answer.
 use super::{shown_bytes, Model};
-use crate::decode::Answer;
+use crate::decode::{Answer, Statistics};
 use std::time::Duration;
 
 /// Percentile `p` (0 to 100) of the samples, nearest rank; 0 without samples.
@@ -36,15 +36,20 @@ pub fn pass_bytes(model: &Model, prompt: usize, answer: &Answer) -> f64 {
     model.decode.bytes(prompt + answer.tokens.len() / 2, model.storage) as f64
 }
 
-/// `38 tokens, 312.4 tok/s (p50 3.18 ms, p99 3.40 ms), 4.10 TB/s; prompt 512 tokens in 41 ms`
-pub fn line(model: &Model, prompt: usize, answer: &Answer) -> String {
+/// `38 tokens, 312.4 tok/s (p50 3.18 ms, p99 3.40 ms), 4.10 TB/s; prompt 512 tokens in 41 ms`; with drafting the accept length instead of
+/// the bytes, which are those of plain decoding.
+pub fn line(model: &Model, prompt: usize, answer: &Answer, statistics: Option<&Statistics>) -> String {
     let mut line = format!("{} tokens", answer.tokens.len());
     let samples = token_ms(answer);
     if !samples.is_empty() {
         let seconds: f64 = answer.passes.iter().skip(1).map(|pass| pass.time.as_secs_f64()).sum();
         let read = pass_bytes(model, prompt, answer) * (answer.passes.len() - 1) as f64 / seconds;
         let (p50, p99) = (percentile(&samples, 50.0), percentile(&samples, 99.0));
-        line += &format!(", {:.1} tok/s (p50 {p50:.2} ms, p99 {p99:.2} ms), {}/s", rate(&samples), shown_bytes(read as u64));
+        line += &format!(", {:.1} tok/s (p50 {p50:.2} ms, p99 {p99:.2} ms), ", rate(&samples));
+        line += &match statistics {
+            Some(s) => format!("accept length {:.2}", s.accept_length()),
+            None => format!("{}/s", shown_bytes(read as u64)),
+        };
     }
     line += &format!("; prompt {prompt} tokens");
     if answer.reused > 0 {
@@ -52,6 +57,25 @@ pub fn line(model: &Model, prompt: usize, answer: &Answer) -> String {
     }
     line += &format!(" in {:.0} ms", ms(answer.first_token_time));
     line
+}
+
+/// What drafts were worth: by position, by tokens a cycle, and where the time went.
+pub fn speculation(s: &Statistics) -> String {
+    let shares: Vec<String> = s.acceptance().iter().map(|a| format!("{a:.2}")).collect();
+    let cycles = s.cycles.max(1) as f64;
+    format!(
+        "drafts: accept length {:.2} in {} cycles ({} by the drafter, {} by n-gram); accepted by position {}; cycles by tokens {:?}; ms a cycle: \
+         draft {:.2}, verify {:.2}, host {:.3}",
+        s.accept_length(),
+        s.cycles,
+        s.eagle_cycles,
+        s.ngram_cycles,
+        if shares.is_empty() { "none tried".into() } else { shares.join(" ") },
+        s.histogram,
+        s.draft_ms / cycles,
+        s.verify_ms / cycles,
+        s.host_ms / cycles
+    )
 }
 
 #[cfg(test)]

@@ -44,6 +44,8 @@ pub struct Reference {
     sequence: Option<Sequence>,
     /// Drafts for the next verify pass.
     drafts: Vec<u32>,
+    /// A draft pass of so many drafts is queued: it runs when the next verify pass wants it, or never.
+    queued_draft: Option<usize>,
     records: VecDeque<Record>,
 }
 
@@ -157,6 +159,7 @@ impl Reference {
             rotary,
             sequence: None,
             drafts: Vec::new(),
+            queued_draft: None,
             records: VecDeque::new(),
         };
         reference.add_plan(plan);
@@ -248,6 +251,31 @@ impl Reference {
         let at = cache.at(layer, head);
         let n = length * cache.head_dim;
         (&cache.keys[at..at + n], &cache.values[at..at + n])
+    }
+
+    /// Rows in a model's cache: those of the target's sequence, or those that the drafter has made of them so far.
+    pub fn length(&self, owner: Owner) -> usize {
+        match owner {
+            Owner::Target => self.sequence.as_ref().map_or(0, |s| s.length),
+            Owner::Drafter => self.drafter.as_ref().map_or(0, |d| d.length),
+        }
+    }
+
+    /// Drafts that the next verify pass will see.
+    pub fn drafts(&self) -> &[u32] {
+        &self.drafts
+    }
+
+    /// Claims that the drafter has `length` rows, whatever its cache holds there: tests show with it what rows left from drafting cost.
+    pub fn assume_drafted(&mut self, length: usize) {
+        if let Some(d) = &mut self.drafter {
+            d.length = length;
+        }
+    }
+
+    /// The ring of tapped features, [FEATURE_ROWS, taps * hidden] by position: tests show with it what wrong ones cost.
+    pub fn features_mut(&mut self) -> &mut [f32] {
+        self.buffers.get_mut("features").expect("a drafter is loaded")
     }
 
     fn buffer_mut(&mut self, plan: &Plan, id: BufferId) -> &mut [f32] {
@@ -439,6 +467,24 @@ impl Reference {
         Ok(())
     }
 
+    /// Draft-extend over the rows that the drafter lacks, then the steps.
+    fn run_queued_draft(&mut self) -> Result<()> {
+        let (Some(drafts), Some(sequence), Some(d)) = (self.queued_draft.take(), &self.sequence, &self.drafter) else { return Ok(()) };
+        if sequence.end.is_some() {
+            return Ok(());
+        }
+        let length = sequence.length;
+        if length - d.length > MAX_DRAFTS + 1 {
+            self.catch_up(length - 1)?;
+        }
+        let from = self.drafter.as_ref().expect("checked above").length;
+        let tokens = self.sequence()?.history[from + 1..length + 1].to_vec();
+        self.drafts.clear();
+        self.run(Pass::Draft { width: MAX_DRAFTS + 1, drafts }, &tokens, from, &mut |_, _, _| {})?;
+        self.drafter.as_mut().expect("checked above").length = length;
+        Ok(())
+    }
+
     /// A sequence that passes can be timed in, and distinct tokens for them.
     fn begin_timing(&mut self) -> Result<Vec<u32>> {
         let tokens: Vec<u32> = (0..MAX_WIDTH as u32).map(|i| (i + 1) * 7919 % self.config.vocab as u32).collect();
@@ -562,6 +608,7 @@ impl Backend for Reference {
         }
         self.records.clear();
         self.drafts.clear();
+        self.queued_draft = None;
         self.sequence = Some(Sequence::new(prompt, keep, self.config.vocab, sampling.clone(), limits.clone()));
         Ok(())
     }
@@ -574,6 +621,7 @@ impl Backend for Reference {
     }
 
     fn verify(&mut self, width: usize) -> Result<()> {
+        self.run_queued_draft()?;
         let mut drafts = std::mem::take(&mut self.drafts);
         drafts.truncate(width - 1);
         let sequence = self.sequence()?;
@@ -600,19 +648,10 @@ impl Backend for Reference {
     }
 
     fn draft(&mut self, drafts: usize) -> Result<()> {
-        let length = self.sequence()?.length;
-        if self.sequence()?.end.is_some() {
-            return Ok(());
+        if self.drafter.is_none() {
+            bail!("no drafter is loaded");
         }
-        let Some(d) = &self.drafter else { bail!("no drafter is loaded") };
-        if length - d.length > MAX_DRAFTS + 1 {
-            self.catch_up(length - 1)?;
-        }
-        let from = self.drafter.as_ref().expect("checked above").length;
-        let tokens = self.sequence()?.history[from + 1..length + 1].to_vec();
-        self.drafts.clear();
-        self.run(Pass::Draft { width: MAX_DRAFTS + 1, drafts }, &tokens, from, &mut |_, _, _| {})?;
-        self.drafter.as_mut().expect("checked above").length = length;
+        self.queued_draft = Some(drafts);
         Ok(())
     }
 
@@ -624,14 +663,20 @@ impl Backend for Reference {
     fn measure(&mut self) -> Result<Costs> {
         let best = |times: Vec<f64>| times.into_iter().fold(f64::INFINITY, f64::min);
         let mut costs = Costs { verify: [0.0; MAX_DRAFTS + 1], draft: [0.0; MAX_DRAFTS] };
-        for width in 1..=MAX_DRAFTS + 1 {
-            costs.verify[width - 1] = best(self.time_verify(width, 0, 3)?);
+        // A few passes, and lines between them: here a pass takes as long as all of a GPU's.
+        for (low, high) in [(1, 2), (2, 4), (4, MAX_DRAFTS + 1)] {
+            if low == 1 {
+                costs.verify[0] = best(self.time_verify(1, 0, 2)?);
+            }
+            let (from, to) = (costs.verify[low - 1], best(self.time_verify(high, 0, 2)?));
+            (low + 1..=high).for_each(|w| costs.verify[w - 1] = from + (to - from) * (w - low) as f64 / (high - low) as f64);
         }
         if self.drafter.is_some() {
+            // Two rows of draft-extend are what a cycle usually has.
             let tokens = self.begin_timing()?;
-            for drafts in 1..=MAX_DRAFTS {
-                costs.draft[drafts - 1] = best(self.time(Pass::Draft { width: MAX_DRAFTS + 1, drafts }, &tokens, 0, 3)?);
-            }
+            let mut draft = |drafts| self.time(Pass::Draft { width: MAX_DRAFTS + 1, drafts }, &tokens[..2], 0, 2).map(best);
+            let (one, most) = (draft(1)?, draft(MAX_DRAFTS)?);
+            costs.draft = std::array::from_fn(|i| one + (most - one) * i as f64 / (MAX_DRAFTS - 1) as f64);
         }
         Ok(costs)
     }
@@ -675,6 +720,7 @@ impl Backend for Reference {
             d.length = d.length.min(length);
         }
         self.drafts.clear();
+        self.queued_draft = None;
         Ok(())
     }
 

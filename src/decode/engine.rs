@@ -5,8 +5,9 @@
 use super::policy::Costs;
 use super::sample::Sampling;
 use super::sequence::{End, Limits, Record};
-use super::speculate::{Drafting, Source, Speculation, Statistics};
+use super::speculate::{Behind, Drafting, Pass, Source, Speculation, Statistics};
 use anyhow::{bail, Result};
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 /// Something that holds a model and its caches and can run passes. Two implementations: cpu::Reference and gpu::Machine.
@@ -118,13 +119,14 @@ pub struct Engine {
     /// Tokens whose rows the cache holds, in order.
     cached: Vec<u32>,
     speculation: Option<Speculation>,
+    paused: bool,
 }
 
 impl Engine {
     /// With drafting on, the passes are timed first (Backend::measure).
     pub fn new(mut backend: Box<dyn Backend>, drafting: Drafting) -> Result<Engine> {
         let speculation = if drafting.on() { Some(Speculation::new(drafting, backend.measure()?)) } else { None };
-        Ok(Engine { backend, cached: Vec::new(), speculation })
+        Ok(Engine { backend, cached: Vec::new(), speculation, paused: false })
     }
 
     pub fn context(&self) -> usize {
@@ -160,7 +162,17 @@ impl Engine {
 
     /// Times of the passes as the policy knows them now. None without drafting.
     pub fn costs(&self) -> Option<&Costs> {
-        self.speculation.as_ref().map(|s| s.costs())
+        self.speculation.as_ref().map(|s| &s.costs)
+    }
+
+    /// Plain decoding until it is resumed: for comparisons.
+    pub fn pause_drafting(&mut self, paused: bool) {
+        self.paused = paused;
+    }
+
+    /// Given once: the drafter is hardly ever right, and what may be the cause.
+    pub fn take_warning(&mut self) -> Option<String> {
+        self.speculation.as_mut().and_then(Speculation::warning)
     }
 
     /// Forgets the cache.
@@ -239,37 +251,50 @@ impl Engine {
         answer: &mut Answer,
         on_event: &mut dyn FnMut(Event) -> Flow,
     ) -> Result<()> {
+        let mut speculation = if self.paused { None } else { self.speculation.as_mut() };
         let mut last = Instant::now();
-        // Plain passes queued and not read yet; with drafts in flight it is at most one.
-        let mut queued = 0;
-        let mut source = Source::Plain;
-        let mut drafts = 0;
+        // Verify passes whose records are unread, the pass that comes when there are none, and the drafts that were made for it.
+        let mut queued = VecDeque::new();
+        let mut next = Pass::PLAIN;
+        let mut made = 0;
+        let end_of_room = max_tokens.min(self.backend.context() - prompt.len());
         answer.finish = loop {
-            // Drafts worth making: a pass of w rows gives at most w tokens.
-            let left = |done: usize| (max_tokens - done).min(self.backend.context() - prompt.len() - done);
-            let room = left(answer.tokens.len()).saturating_sub(1);
-            if queued == 0 {
-                self.backend.verify(1 + drafts)?;
-                queued = 1;
+            // A pass with k drafts gives up to k + 1 tokens: no more drafts than tokens that may still come, less one.
+            let room = |done: usize| (end_of_room - done).saturating_sub(1);
+            if queued.is_empty() {
+                self.backend.verify(1 + next.drafts)?;
+                queued.push_back(next);
+                made = 0;
             }
-            let made = self.speculation.as_ref().map_or(0, |s| s.drafts_to_queue(room.saturating_sub(1 + drafts)));
-            if made > 0 {
-                self.backend.draft(made)?;
-            } else if self.speculation.is_none() {
-                while queued < self.backend.queue_depth() {
-                    self.backend.verify(1)?;
-                    queued += 1;
+            if made == 0 {
+                let room = room(answer.tokens.len()).saturating_sub(queued.len());
+                let behind = speculation.as_ref().map_or(Behind::Plain, |s| s.behind(room));
+                match behind {
+                    Behind::Drafts(drafts) => {
+                        self.backend.draft(drafts)?;
+                        made = drafts;
+                    }
+                    Behind::Plain => {
+                        while queued.len() < self.backend.queue_depth() {
+                            self.backend.verify(1)?;
+                            queued.push_back(Pass::PLAIN);
+                        }
+                    }
+                    Behind::Nothing => {}
                 }
             }
             let record = self.backend.record()?;
-            queued -= 1;
+            let pass = queued.pop_front().expect("a pass was queued above");
             let now = Instant::now();
             if answer.passes.is_empty() {
                 answer.first_token_time = now - start;
             }
             let time = now - last;
-            answer.passes.push(PassTime { tokens: record.tokens.len(), time });
             last = now;
+            answer.passes.push(PassTime { tokens: record.tokens.len(), time });
+            if let Some(speculation) = &mut speculation {
+                speculation.observe(&pass, &record, time);
+            }
             let before = answer.tokens.len();
             answer.tokens.extend_from_slice(&record.tokens);
             if let Flow::Stop { keep } = on_event(Event::Tokens(&record.tokens)) {
@@ -282,29 +307,22 @@ impl Engine {
                 Some(End::Length) => break Finish::Length,
                 Some(End::Context) => break Finish::Context,
             }
-            if let Some(speculation) = &mut self.speculation {
-                speculation.observe(source, &record, made, time);
-                let room = (max_tokens - answer.tokens.len()).min(self.backend.context() - prompt.len() - answer.tokens.len()) - 1;
-                (source, drafts) = if let Some(script) = &mut speculation.drafting.script {
-                    let mut history = prompt.to_vec();
-                    history.extend_from_slice(&answer.tokens);
-                    let mut wanted = script(&history);
-                    wanted.truncate(room.min(super::MAX_DRAFTS));
-                    self.backend.set_drafts(&wanted)?;
-                    (Source::Script, wanted.len())
-                } else if made > 0 {
-                    (Source::Eagle, made.min(room))
+            if let (Some(speculation), true) = (&mut speculation, queued.is_empty()) {
+                let room = room(answer.tokens.len());
+                if made > 0 {
+                    next = Pass { source: Source::Eagle, drafts: made.min(room), drafted: made };
                 } else {
-                    match speculation.ngram_drafts(record.ngram, room) {
-                        0 => (Source::Plain, 0),
-                        n => (Source::Ngram, n),
+                    let scripted;
+                    (next, scripted) = speculation.next(&record, room, &[prompt, &answer.tokens]);
+                    if let Some(drafts) = scripted {
+                        self.backend.set_drafts(&drafts)?;
                     }
-                };
+                }
                 speculation.statistics.host_ms += last.elapsed().as_secs_f64() * 1e3;
             }
         };
         // Passes queued beyond the end did nothing (the sequence was over) or are undone by the caller's truncate.
-        for _ in 0..queued {
+        for _ in queued {
             self.backend.record()?;
         }
         Ok(())

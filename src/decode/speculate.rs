@@ -27,27 +27,24 @@ impl Drafting {
     }
 }
 
-/// Which source made the drafts of a pass.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Source {
-    Plain,
-    Eagle,
-    Ngram,
-    Script,
-}
-
-/// Counts since the engine was made or `Statistics::default`.
+/// Counts since the engine was made or they were reset.
 #[derive(Clone, Debug, Default, serde::Serialize)]
 pub struct Statistics {
+    /// Verify passes read, and the tokens that they gave.
     pub cycles: u64,
     pub tokens: u64,
+    /// Cycles with drafts of the drafter and of n-gram search; the others were plain (or scripted).
+    pub eagle_cycles: u64,
+    pub ngram_cycles: u64,
     /// Cycles by tokens they gave, less one.
     pub histogram: [u64; MAX_DRAFTS + 1],
     /// How often draft i was verified behind i accepted ones, and accepted.
     pub tried: [u64; MAX_DRAFTS],
     pub accepted: [u64; MAX_DRAFTS],
-    /// Time of cycles with and without drafts, and of the host between records.
-    pub cycle_ms: f64,
+    /// Time of the cycles, divided between draft and verify passes as their measured costs are; and the host's part of it, from a record to
+    /// the next pass queued.
+    pub draft_ms: f64,
+    pub verify_ms: f64,
     pub host_ms: f64,
 }
 
@@ -57,78 +54,171 @@ impl Statistics {
         self.tokens as f64 / self.cycles.max(1) as f64
     }
 
-    fn observe(&mut self, record: &Record) {
+    /// By position: how often a draft behind accepted ones was accepted. Positions never tried are left out.
+    pub fn acceptance(&self) -> Vec<f64> {
+        let tried = self.tried.iter().zip(&self.accepted).take_while(|(tried, _)| **tried > 0);
+        tried.map(|(tried, accepted)| *accepted as f64 / *tried as f64).collect()
+    }
+
+    fn observe(&mut self, pass: &Pass, record: &Record) {
         self.cycles += 1;
         self.tokens += record.tokens.len() as u64;
+        self.eagle_cycles += (pass.source == Source::Eagle) as u64;
+        self.ngram_cycles += (pass.source == Source::Ngram) as u64;
         self.histogram[record.tokens.len().saturating_sub(1).min(MAX_DRAFTS)] += 1;
-        for i in 0..record.drafted.min(record.accepted + 1) {
+        // Row i tests draft i; rows behind the last token were not looked at.
+        for i in 0..record.drafted.min(record.tokens.len()) {
             self.tried[i] += 1;
             self.accepted[i] += (i < record.accepted) as u64;
         }
     }
 }
 
+/// Which source made the drafts of a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Source {
+    Plain,
+    Eagle,
+    Ngram,
+    Script,
+}
+
+/// A verify pass, from the host's side.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pass {
+    pub source: Source,
+    /// Drafts that it verifies.
+    pub drafts: usize,
+    /// Drafts of the draft pass before it; 0 when there was none.
+    pub drafted: usize,
+}
+
+impl Pass {
+    pub const PLAIN: Pass = Pass { source: Source::Plain, drafts: 0, drafted: 0 };
+}
+
+/// What may be queued behind a verify pass before its record is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Behind {
+    Drafts(usize),
+    /// Plain passes: nothing in the record could change the next one.
+    Plain,
+    /// The record decides.
+    Nothing,
+}
+
+/// Drafted cycles, accept length, and cycles in all after which a drafter that never hits is reported.
+const WARN_DRAFTED: u64 = 12;
+const WARN_LENGTH: f64 = 1.05;
+const WARN_CYCLES: u64 = 64;
+
 /// The choice of source and number, cycle by cycle.
 pub(super) struct Speculation {
     pub drafting: Drafting,
     pub statistics: Statistics,
+    pub costs: Costs,
     eagle: Policy,
     ngram: Policy,
+    script: Policy,
     /// The last record had an n-gram match.
     matched: bool,
+    /// Cycles in all, those with drafts of the drafter, and their accepted drafts: what the warning is about.
+    seen: [u64; 3],
+    warned: bool,
 }
 
 impl Speculation {
     pub fn new(drafting: Drafting, costs: Costs) -> Speculation {
-        let free = Costs { draft: [0.0; MAX_DRAFTS], ..costs.clone() };
+        let fixed = drafting.fixed;
         Speculation {
-            eagle: Policy::new(costs, drafting.fixed),
-            ngram: Policy::new(free, drafting.fixed),
             drafting,
             statistics: Statistics::default(),
+            costs,
+            eagle: Policy::new(fixed, false),
+            ngram: Policy::new(fixed, true),
+            script: Policy::new(fixed, true),
             matched: false,
+            seen: [0; 3],
+            warned: false,
         }
     }
 
-    /// Drafts that the drafter should make behind the pass that was just queued; 0: none (n-gram is expected to do better, or nothing pays).
-    pub fn drafts_to_queue(&self, room: usize) -> usize {
-        if !self.drafting.eagle || self.drafting.script.is_some() {
-            return 0;
+    /// What follows the passes that are queued, as far as it can be known before their records. `room` is the most drafts that make sense.
+    pub fn behind(&self, room: usize) -> Behind {
+        if self.drafting.script.is_some() {
+            return Behind::Nothing;
         }
-        let (k, rate) = self.eagle.best(room);
-        if self.drafting.ngram && self.matched && self.ngram.best(room).1 > rate {
-            return 0;
+        let ngram = self.ngram.choose(&self.costs, room);
+        let ngram_pays = self.drafting.ngram && ngram.drafts > 0;
+        if self.drafting.eagle {
+            let eagle = self.eagle.choose(&self.costs, room);
+            // A match now makes one behind the next pass likely.
+            let ngram_first = ngram_pays && self.matched && (ngram.rate > eagle.rate || ngram.probe);
+            if eagle.drafts > 0 && !ngram_first {
+                return Behind::Drafts(eagle.drafts);
+            }
         }
-        k
+        match ngram_pays {
+            true => Behind::Nothing,
+            false => Behind::Plain,
+        }
     }
 
-    /// How many of `found` n-gram drafts to verify.
-    pub fn ngram_drafts(&self, found: usize, room: usize) -> usize {
-        self.ngram.best(room).0.min(found)
+    /// The next verify pass when no draft pass is queued: the drafts to verify, scripted ones by value. `history` is prompt and output.
+    pub fn next(&mut self, record: &Record, room: usize, history: &[&[u32]]) -> (Pass, Option<Vec<u32>>) {
+        if let Some(script) = &mut self.drafting.script {
+            let most = self.script.choose(&self.costs, room).drafts;
+            let mut drafts = script(&history.concat());
+            drafts.truncate(most);
+            let source = if drafts.is_empty() { Source::Plain } else { Source::Script };
+            return (Pass { source, drafts: drafts.len(), drafted: 0 }, Some(drafts));
+        }
+        let most = if self.drafting.ngram { self.ngram.choose(&self.costs, room).drafts } else { 0 };
+        match most.min(record.ngram) {
+            0 => (Pass::PLAIN, None),
+            drafts => (Pass { source: Source::Ngram, drafts, drafted: 0 }, None),
+        }
     }
 
-    /// What a pass with drafts of `source` did; `queued` drafts were made in the same cycle, which took `time`.
-    pub fn observe(&mut self, source: Source, record: &Record, queued: usize, time: Duration) {
+    /// What a pass did. `time` is from record to record: the draft pass before it, if any, and the pass.
+    pub fn observe(&mut self, pass: &Pass, record: &Record, time: Duration) {
         let ms = time.as_secs_f64() * 1e3;
         self.matched = record.ngram > 0;
-        self.statistics.observe(record);
-        self.statistics.cycle_ms += ms;
-        // An end inside a block says nothing about the drafts behind it.
-        let whole = record.end.is_none();
-        match source {
-            Source::Plain => {
-                self.eagle.observe(0, 0);
-                self.ngram.observe(0, 0);
-            }
-            Source::Eagle if whole => self.eagle.observe(record.drafted, record.accepted),
-            Source::Ngram if whole => self.ngram.observe(record.drafted, record.accepted),
-            _ => {}
+        self.statistics.observe(pass, record);
+        let (draft, verify) = (self.costs.drafting(pass.drafted), self.costs.verify[pass.drafts]);
+        self.statistics.draft_ms += ms * draft / (draft + verify);
+        self.statistics.verify_ms += ms * verify / (draft + verify);
+        self.seen[0] += 1;
+        if pass.source == Source::Eagle {
+            self.seen[1] += 1;
+            self.seen[2] += record.accepted as u64;
         }
-        self.eagle.costs.observe(record.drafted, queued, ms);
-        self.ngram.costs.verify = self.eagle.costs.verify;
+        // An end inside a block says nothing about the drafts behind it.
+        if record.end.is_some() {
+            return;
+        }
+        for (source, policy) in
+            [(Source::Eagle, &mut self.eagle), (Source::Ngram, &mut self.ngram), (Source::Script, &mut self.script)]
+        {
+            match pass.source == source {
+                true => policy.observe(record.drafted, record.accepted),
+                false => policy.rest(record.tokens.len()),
+            }
+        }
+        self.costs.observe(pass.drafted, pass.drafts, ms);
     }
 
-    pub fn costs(&self) -> &Costs {
-        &self.eagle.costs
+    /// Once, when the drafter's drafts have hardly ever been right: a setting is wrong, not the luck.
+    pub fn warning(&mut self) -> Option<String> {
+        let [cycles, drafted, accepted] = self.seen;
+        let length = 1.0 + accepted as f64 / drafted.max(1) as f64;
+        if self.warned || cycles < WARN_CYCLES || drafted < WARN_DRAFTED || length >= WARN_LENGTH {
+            return None;
+        }
+        self.warned = true;
+        Some(format!(
+            "the drafter's tokens are hardly ever accepted (accept length {length:.2} in {drafted} cycles): likely it was trained for another model or \
+             fine-tune, reads other layers than those it was trained on, or was trained with another chat template; the text is right all the same"
+        ))
     }
 }

@@ -337,7 +337,7 @@ fn refuse_sliding(keys: &mut Keys, family: &Family, n_layers: usize, context: us
 }
 
 /// rope_theta beside rope_scaling, or both in rope_parameters; if a file has both spellings, they must agree.
-fn parse_rope(keys: &mut Keys, context: usize) -> Result<Rope> {
+pub(super) fn parse_rope(keys: &mut Keys, context: usize) -> Result<Rope> {
     let mut theta = keys.optional_positive("rope_theta", MAX_THETA)?;
     let mut scaling: Option<(&str, RopeScaling)> = None;
     for key in ["rope_scaling", "rope_parameters"] {
@@ -440,14 +440,14 @@ fn add_eos(eos: &mut Vec<(u32, &'static str)>, id: u32, source: &'static str) {
 }
 
 /// A JSON object whose keys are taken out as they are read, so that the rest are those that nobody read.
-struct Keys {
-    map: Map<String, Value>,
+pub(super) struct Keys {
+    pub map: Map<String, Value>,
     /// What errors put before the key.
-    path: String,
+    pub path: String,
 }
 
 impl Keys {
-    fn parse(json: &str, file: &str) -> Result<Keys> {
+    pub fn parse(json: &str, file: &str) -> Result<Keys> {
         match serde_json::from_str(json).with_context(|| format!("{file}: expected JSON"))? {
             Value::Object(map) => Ok(Keys { map, path: format!("{file}: ") }),
             _ => bail!("{file}: expected a JSON object, found another kind of value"),
@@ -455,11 +455,11 @@ impl Keys {
     }
 
     /// Null is absent, as in transformers.
-    fn take(&mut self, key: &str) -> Option<Value> {
+    pub fn take(&mut self, key: &str) -> Option<Value> {
         self.map.shift_remove(key).filter(|value| !value.is_null())
     }
 
-    fn flag(&mut self, key: &str) -> Result<Option<bool>> {
+    pub fn flag(&mut self, key: &str) -> Result<Option<bool>> {
         match self.take(key) {
             None => Ok(None),
             Some(Value::Bool(flag)) => Ok(Some(flag)),
@@ -468,11 +468,11 @@ impl Keys {
     }
 
     /// A whole number from 1 to `max`.
-    fn count(&mut self, key: &str, max: usize) -> Result<usize> {
+    pub fn count(&mut self, key: &str, max: usize) -> Result<usize> {
         self.optional_count(key, max)?.with_context(|| format!("{}{key}: expected a number from 1 to {max}, found none", self.path))
     }
 
-    fn optional_count(&mut self, key: &str, max: usize) -> Result<Option<usize>> {
+    pub fn optional_count(&mut self, key: &str, max: usize) -> Result<Option<usize>> {
         let Some(value) = self.take(key) else {
             return Ok(None);
         };
@@ -493,7 +493,7 @@ impl Keys {
     }
 
     /// A number above 0 and up to `max`.
-    fn positive(&mut self, key: &str, max: f64) -> Result<f64> {
+    pub fn positive(&mut self, key: &str, max: f64) -> Result<f64> {
         self.optional_positive(key, max)?
             .with_context(|| format!("{}{key}: expected a number above 0 and up to {max}, found none", self.path))
     }
@@ -521,7 +521,7 @@ impl Keys {
     }
 
     /// What is left was not read. Null says nothing in transformers; anything else might change the arithmetic.
-    fn refuse_unread(self, is_harmless: impl Fn(&str, &Value) -> bool) -> Result<()> {
+    pub fn refuse_unread(self, is_harmless: impl Fn(&str, &Value) -> bool) -> Result<()> {
         let Some((key, value)) = self.map.iter().find(|(key, value)| !value.is_null() && !is_harmless(key, value)) else {
             return Ok(());
         };
@@ -535,7 +535,7 @@ impl Keys {
 
 /// Keys that say nothing about the forward pass of these families: training, text, provenance, and the generation and task defaults
 /// that transformers 4 wrote into every config.
-fn is_descriptive(key: &str) -> bool {
+pub(super) fn is_descriptive(key: &str) -> bool {
     const PREFIXES: [&str; 3] = ["_", "transformers", "unsloth_"];
     PREFIXES.iter().any(|prefix| key.starts_with(prefix)) || DESCRIPTIVE.contains(&key)
 }
@@ -559,7 +559,7 @@ const DESCRIPTIVE: &[&str] = &[
 ];
 
 /// Keys that are understood at one value only: the one that changes nothing.
-fn is_neutral(key: &str, value: &Value) -> bool {
+pub(super) fn is_neutral(key: &str, value: &Value) -> bool {
     match key {
         "attention_bias" | "mlp_bias" | "bias" | "use_qk_norm" | "rope_interleaved" | "use_mrope" => *value == false,
         "is_encoder_decoder" | "add_cross_attention" | "tie_encoder_decoder" => *value == false,

@@ -1,12 +1,468 @@
-//! An EAGLE-3 drafter: its shape, its weights, and the map from its vocabulary to the target's.
-use super::config::Rope;
+//! An EAGLE-3 drafter on disk: its config in the dialects found in the wild (SafeAILab, SpecForge, speculators, ModelOpt), its weights, the
+//! target layers that it reads, and the map from its vocabulary to the target's. Everything is checked against the target before it is used.
+//! What a drafter computes is `plan::drafter`; how drafts are used is decode/.
+use super::checkpoint::{Checkpoint, Dtype, Read, Tensor};
+use super::config::{is_descriptive, is_neutral, parse_rope, Config, Keys, Rope};
 use super::plan::Drafter;
-use super::weights::Weights;
+use super::weights::{claim_drafter, Facts, Role, Split, Table, Weight, WeightId, Weights};
+use anyhow::{anyhow, bail, ensure, Context, Error, Result};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
 
 pub struct DraftModel {
+    /// As the user named it, for messages.
+    pub name: String,
     pub shape: Drafter,
     pub rope: Rope,
+    /// Its own, and those it shares with the target (embedding, head) under the drafter's roles. `notes` has what the user should know.
     pub weights: Weights,
     /// Draft id to target id, ascending; None where both vocabularies are the same.
     pub map: Option<Vec<u32>>,
+    /// Where the tapped layers come from: a key of config.json and its value, or a guess.
+    pub taps_from: String,
+}
+
+impl DraftModel {
+    /// Opens a drafter for a target. `tokens` is how many ids the target's tokenizer has, if it has one. Reads no weights but the maps
+    /// between the vocabularies. Every mismatch is one line: drafter, target, key.
+    pub fn open(dir: &Path, target: &Config, target_weights: &Weights, tokens: Option<usize>, read: Read) -> Result<DraftModel> {
+        let name = dir.display().to_string();
+        let open = || -> Result<DraftModel> {
+            let path = dir.join("config.json");
+            let json = std::fs::read_to_string(&path).with_context(|| format!("{}: expected a drafter's config.json", path.display()))?;
+            let config = DraftConfig::parse(&json)?;
+            let checkpoint = Checkpoint::open(dir, read)?;
+            if let Some(tokens) = tokens {
+                compare_tokenizer(dir, tokens)?;
+            }
+            build(name.clone(), config, &checkpoint, target, target_weights)
+        };
+        open().with_context(|| format!("drafter {name}"))
+    }
+}
+
+/// For `-v` and warnings: what it is and which layers it reads.
+impl fmt::Display for DraftModel {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let s = &self.shape;
+        let ids = self.map.as_ref().map_or(s.vocab, Vec::len);
+        write!(
+            f,
+            "EAGLE-3 drafter {}: hidden {}, {} draft ids, rope {}; reads the hidden states that enter layers {:?} ({})",
+            self.name, s.hidden, ids, self.rope, s.taps, self.taps_from
+        )
+    }
+}
+
+const ARCH: &str = "eagle3";
+
+/// Names of `architectures` that mean a Llama-style EAGLE-3 head; SafeAILab's own files carry the target's plain name.
+const ARCHITECTURES: [&str; 7] = [
+    "LlamaForCausalLM",
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Qwen3ForCausalLM",
+    "Eagle3Speculator",
+    "Eagle3DraftModel",
+    "Eagle3Model",
+];
+
+/// Who wrote the config: it decides how layer ids are counted and what an absent flag means.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Dialect {
+    Speculators,
+    /// SafeAILab, SpecForge, ModelOpt.
+    Plain,
+}
+
+/// config.json, read; nothing compared with the target yet.
+struct DraftConfig {
+    dialect: Dialect,
+    hidden: usize,
+    target_hidden: Option<usize>,
+    n_heads: usize,
+    n_kv_heads: usize,
+    head_dim: usize,
+    ffn_dim: usize,
+    vocab: usize,
+    draft_vocab: usize,
+    norm_eps: f32,
+    rope: Rope,
+    qkv_bias: bool,
+    qk_norm: bool,
+    tied: bool,
+    norm_before_residual: bool,
+    norm_before_fc: bool,
+    fc_norm: bool,
+    norm_output: bool,
+    /// Layer ids as written, with the key they stand under.
+    layer_ids: Option<(&'static str, Vec<usize>)>,
+    n_features: Option<usize>,
+}
+
+const LAYER_IDS: &str = "eagle_aux_hidden_state_layer_ids";
+
+impl DraftConfig {
+    fn parse(json: &str) -> Result<DraftConfig> {
+        let mut keys = Keys::parse(json, "config.json")?;
+        let dialect = match keys.take("speculators_model_type") {
+            None => Dialect::Plain,
+            Some(kind) if kind == "eagle3" => Dialect::Speculators,
+            Some(kind) => bail!("config.json: speculators_model_type: expected \"eagle3\", found {kind}"),
+        };
+        // The layer's own fields are nested in that dialect. Outer keys win, except that the outer model_type is that of the file.
+        if let Some(Value::Object(layer)) = keys.take("transformer_layer_config") {
+            keys.take("model_type");
+            for (key, value) in layer {
+                keys.map.entry(key).or_insert(value);
+            }
+        }
+        let mut eagle = match keys.take("eagle_config") {
+            Some(Value::Object(map)) => Keys { map, path: "config.json: eagle_config.".into() },
+            Some(other) => bail!("config.json: eagle_config: expected an object, found {other}"),
+            None => Keys { map: Default::default(), path: String::new() },
+        };
+        let qwen3 = parse_style(&mut keys)?;
+        if let Some(activation) = keys.take("hidden_act").filter(|act| *act != "silu") {
+            bail!("config.json: hidden_act: expected \"silu\", found {activation}");
+        }
+        if let Some(n) = keys.optional_count("num_hidden_layers", 1 << 12)?.filter(|n| *n != 1) {
+            bail!("config.json: num_hidden_layers: expected 1, found {n}: trainers do not agree on the norms of later drafter layers");
+        }
+        refuse_sliding(&mut keys)?;
+        // The flags that change arithmetic; some files nest them.
+        let mut flag = |key: &str| -> Result<Option<bool>> {
+            match (keys.flag(key)?, eagle.flag(key)?) {
+                (Some(a), Some(b)) if a != b => bail!("config.json: {key}: expected one value, found {a} and, in eagle_config, {b}"),
+                (outer, inner) => Ok(outer.or(inner)),
+            }
+        };
+        let norm_before_residual = flag("norm_before_residual")?.unwrap_or(dialect == Dialect::Speculators);
+        let norm_before_fc = flag("norm_before_fc")?.unwrap_or(false);
+        let fc_norm = flag("fc_norm")?.unwrap_or(false) | flag("use_aux_norm")?.unwrap_or(false);
+        let norm_output = flag("norm_output")?.unwrap_or(false);
+        if flag("use_aux_hidden_state")? == Some(false) {
+            bail!("config.json: use_aux_hidden_state: expected true, found false: a head on the target's last hidden state alone is not supported");
+        }
+        if norm_before_fc && fc_norm {
+            bail!("config.json: fc_norm: expected one norm before fc, found norm_before_fc = true as well");
+        }
+        let outer = keys.take(LAYER_IDS).map(|ids| (LAYER_IDS, ids));
+        let inner = eagle.take(LAYER_IDS).map(|ids| ("eagle_config.eagle_aux_hidden_state_layer_ids", ids));
+        let layer_ids = match outer.or(inner) {
+            Some((key, value)) => {
+                let ids: Option<Vec<usize>> =
+                    value.as_array().and_then(|ids| ids.iter().map(|id| Some(id.as_u64()? as usize)).collect());
+                let ids = ids.with_context(|| format!("config.json: {key}: expected a list of layers, found {value}"))?;
+                // ModelOpt writes an empty list for the default.
+                (!ids.is_empty()).then_some((key, ids))
+            }
+            None => None,
+        };
+        let neutral = [("use_input_layernorm_in_first_layer", true), ("use_last_layernorm", true), ("use_mtp_layernorm", false)];
+        for (key, only) in neutral {
+            if let Some(value) = eagle.flag(key)?.filter(|value| *value != only) {
+                bail!("config.json: eagle_config.{key}: expected {only}, found {value}: not supported");
+            }
+        }
+        if let Some(n) = eagle.optional_count("parallel_draft_step", 64)?.filter(|n| *n != 1) {
+            bail!("config.json: eagle_config.parallel_draft_step: expected 1, found {n}: not supported");
+        }
+        eagle.take("next_layer_regular"); // about layers after the first
+        eagle.refuse_unread(|_, _| false)?;
+
+        let hidden = keys.count("hidden_size", 1 << 20)?;
+        let n_heads = keys.count("num_attention_heads", 1 << 16)?;
+        let n_kv_heads = keys.optional_count("num_key_value_heads", 1 << 16)?.unwrap_or(n_heads);
+        ensure!(
+            n_heads % n_kv_heads == 0,
+            "config.json: num_attention_heads: expected a multiple of num_key_value_heads = {n_kv_heads}, found {n_heads}"
+        );
+        let head_dim = keys.optional_count("head_dim", 1 << 14)?.unwrap_or(hidden / n_heads);
+        ensure!(head_dim > 0 && head_dim % 2 == 0, "config.json: head_dim: expected an even number for rope, found {head_dim}");
+        let vocab = keys.count("vocab_size", 1 << 26)?;
+        let draft_vocab = keys.optional_count("draft_vocab_size", 1 << 26)?.unwrap_or(vocab);
+        ensure!(draft_vocab <= vocab, "config.json: draft_vocab_size: expected at most vocab_size = {vocab}, found {draft_vocab}");
+        // SafeAILab's heads were trained at this length and say no other.
+        let context = keys.optional_count("max_position_embeddings", 1 << 30)?.unwrap_or(2048);
+        let config = DraftConfig {
+            dialect,
+            hidden,
+            target_hidden: keys.optional_count("target_hidden_size", 1 << 20)?,
+            n_heads,
+            n_kv_heads,
+            head_dim,
+            ffn_dim: keys.count("intermediate_size", 1 << 22)?,
+            vocab,
+            draft_vocab,
+            norm_eps: keys.positive("rms_norm_eps", 1.0)? as f32,
+            rope: parse_rope(&mut keys, context)?,
+            qkv_bias: keys.flag("attention_bias")?.unwrap_or(false),
+            qk_norm: qwen3,
+            tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
+            norm_before_residual,
+            norm_before_fc,
+            fc_norm,
+            norm_output,
+            layer_ids,
+            n_features: keys.optional_count("num_aux_hidden_states", 64)?,
+        };
+        keys.refuse_unread(|key, value| is_descriptive(key) || is_neutral(key, value) || is_of_trainers(key))?;
+        Ok(config)
+    }
+}
+
+/// Refuses what is no Llama-style head; true for Qwen3's attention, which has norms on q and k.
+fn parse_style(keys: &mut Keys) -> Result<bool> {
+    let architectures = keys.take("architectures");
+    let model_type = keys.take("model_type");
+    let name = architectures.as_ref().and_then(|names| names.as_array()?.first()?.as_str()).unwrap_or("LlamaForCausalLM");
+    let latent = ["kv_lora_rank", "q_lora_rank"].into_iter().find(|key| keys.take(key).is_some());
+    if name.contains("Deepseek") || latent.is_some() {
+        bail!("config.json: architectures: expected a Llama-style EAGLE-3 drafter, found {name}, whose attention is latent (MLA): not supported yet");
+    }
+    if !ARCHITECTURES.contains(&name) {
+        bail!("config.json: architectures: expected a drafter of {}, found {name:?}", ARCHITECTURES.join(", "));
+    }
+    match model_type.as_ref().and_then(Value::as_str) {
+        None | Some("llama" | "eagle3" | "speculator_model") => Ok(name == "Qwen3ForCausalLM"),
+        Some("qwen3") => Ok(true),
+        Some(other) => bail!("config.json: model_type: expected \"llama\" or \"qwen3\", found {other:?}"),
+    }
+}
+
+/// Attention over a window is not implemented; Qwen configs carry a window that they do not use.
+fn refuse_sliding(keys: &mut Keys) -> Result<()> {
+    let window = keys.take("sliding_window");
+    keys.take("max_window_layers");
+    if let (Some(window), Some(true) | None) = (window, keys.flag("use_sliding_window")?) {
+        bail!("config.json: sliding_window: expected full attention, found {window}");
+    }
+    match keys.take("layer_types") {
+        Some(Value::Array(types)) if types.iter().all(|kind| kind == "full_attention") => Ok(()),
+        Some(other) => bail!("config.json: layer_types: expected only \"full_attention\", found {other}"),
+        None => Ok(()),
+    }
+}
+
+/// Keys that trainers write beside those of transformers; none touches the arithmetic of drafting. End tokens are the target's business.
+fn is_of_trainers(key: &str) -> bool {
+    const KEYS: [&str; 8] = [
+        "speculators_config", "speculators_version", "has_no_defaults_at_init", "embed_requires_grad", "draft_model_type", "auto_map",
+        "bos_token_id", "eos_token_id",
+    ];
+    KEYS.contains(&key)
+}
+
+/// One line of the form that every mismatch has.
+fn mismatch(key: &str, drafter: impl fmt::Display, target: impl fmt::Display) -> Error {
+    anyhow!("drafter {drafter}, target {target}, key {key}")
+}
+
+fn build(name: String, c: DraftConfig, checkpoint: &Checkpoint, target: &Config, target_weights: &Weights) -> Result<DraftModel> {
+    let table = Table::builtin()?;
+    let tensors = table.named(ARCH, checkpoint)?;
+    refuse_eagle1(&tensors)?;
+
+    let target_hidden = c.target_hidden.unwrap_or(c.hidden);
+    if target_hidden != target.hidden {
+        let key = if c.target_hidden.is_some() { "target_hidden_size" } else { "hidden_size" };
+        return Err(mismatch(key, target_hidden, target.hidden)).context("it was trained for another model");
+    }
+    if c.vocab != target.vocab {
+        return Err(mismatch("vocab_size", c.vocab, target.vocab)).context("it was trained for another tokenizer");
+    }
+    let (taps, taps_from) = taps(&c, target)?;
+    if let Some(fc) = tensors.get("fc.weight") {
+        let features = taps.len() * target.hidden;
+        if fc.shape.len() == 2 && fc.shape[1] != features {
+            let wanted = format!("{features} ({} layers of {})", taps.len(), target.hidden);
+            return Err(mismatch("fc.weight", format!("{} columns", fc.shape[1]), wanted));
+        }
+    }
+    let has = |name: &str| tensors.contains_key(name);
+    let (own_embed, own_head) = (has("embed_tokens.weight"), has("lm_head.weight"));
+    if !own_embed && c.hidden != target.hidden {
+        return Err(mismatch("embed_tokens.weight", format!("none, and hidden {}", c.hidden), format!("hidden {}", target.hidden)));
+    }
+    if !own_head && (c.draft_vocab != c.vocab || c.hidden != target.hidden) {
+        let drafter = format!("none for {} ids of {}", c.draft_vocab, c.hidden);
+        return Err(mismatch("lm_head.weight", drafter, format!("{} ids of {}", target.vocab, target.hidden)));
+    }
+    let mut notes = Vec::new();
+    let map = vocabulary_map(&c, &tensors, &mut notes)?;
+
+    let shape = Drafter {
+        hidden: c.hidden,
+        target_hidden,
+        n_heads: c.n_heads,
+        n_kv_heads: c.n_kv_heads,
+        head_dim: c.head_dim,
+        ffn_dim: c.ffn_dim,
+        vocab: c.draft_vocab,
+        norm_eps: c.norm_eps,
+        qkv_bias: c.qkv_bias,
+        qk_norm: c.qk_norm,
+        norm_before_residual: c.norm_before_residual,
+        norm_before_fc: c.norm_before_fc,
+        fc_norm: c.fc_norm,
+        norm_output: c.norm_output,
+        taps,
+    };
+    let mut weights = claim_drafter(&table, &facts(&shape, c.vocab, own_embed, own_head), checkpoint)?;
+    let shared = |weights: &Weights, role| {
+        let weight = weights.get(WeightId::new(role, None)).clone();
+        Weight { split: Split::Replicated, ..weight }
+    };
+    let embed = WeightId::new(Role::DraftEmbed, None);
+    if !own_embed {
+        weights.insert(embed, shared(target_weights, Role::Embed));
+    }
+    if !own_head {
+        let head = if c.tied { shared(&weights, Role::DraftEmbed) } else { shared(target_weights, Role::Head) };
+        weights.insert(WeightId::new(Role::DraftHead, None), head);
+    }
+    weights.notes.extend(notes);
+    Ok(DraftModel { name, shape, rope: c.rope, weights, map, taps_from })
+}
+
+fn facts(d: &Drafter, vocab: usize, own_embed: bool, own_head: bool) -> Facts {
+    Facts {
+        arch: ARCH.into(),
+        kind: "EAGLE-3 drafter with the flags of its config.json".into(),
+        n_layers: d.taps.len(),
+        sizes: vec![
+            ("hidden", d.hidden),
+            ("n_heads", d.n_heads),
+            ("n_kv_heads", d.n_kv_heads),
+            ("head_dim", d.head_dim),
+            ("ffn_dim", d.ffn_dim),
+            ("vocab", vocab),
+            ("features", d.taps.len() * d.target_hidden),
+            ("target_hidden", d.target_hidden),
+            ("draft_vocab", d.vocab),
+        ],
+        flags: vec![
+            ("qkv_bias", d.qkv_bias),
+            ("qk_norm", d.qk_norm),
+            ("norm_before_fc", d.norm_before_fc),
+            ("fc_norm", d.fc_norm),
+            ("own_embed", own_embed),
+            ("own_head", own_head),
+        ],
+    }
+}
+
+/// EAGLE-1 and -2 heads have one feature beside the embedding and no norms of their own.
+fn refuse_eagle1(tensors: &BTreeMap<String, Tensor>) -> Result<()> {
+    let has = |name: &str| tensors.contains_key(name);
+    if has("fc.weight") && !has("midlayer.hidden_norm.weight") && has("midlayer.post_attention_layernorm.weight") {
+        bail!(
+            "drafter EAGLE-1 (fc {:?}, no hidden_norm), target EAGLE-3, key midlayer.hidden_norm.weight: use an EAGLE-3 head",
+            tensors["fc.weight"].shape
+        );
+    }
+    Ok(())
+}
+
+/// Layer entries from the ids in the config. Trainers count differently: SpecForge and ModelOpt write layers whose output is read, speculators
+/// the layers whose input it is. The usual first id, 1 or 2, tells them apart whatever tool has rewritten the file.
+fn taps(c: &DraftConfig, target: &Config) -> Result<(Vec<usize>, String)> {
+    let n = target.n_layers;
+    let Some((key, ids)) = &c.layer_ids else {
+        let count = c.n_features.unwrap_or(3);
+        let usual = [2, n / 2, n.saturating_sub(3)];
+        let taps: Vec<usize> = match usual.is_sorted_by(|a, b| a < b) && count == 3 {
+            true => usual.to_vec(),
+            false => (1..=count).map(|i| i * (n + 1) / (count + 1)).collect(),
+        };
+        return Ok((taps, format!("a guess: config.json has no {LAYER_IDS}")));
+    };
+    let outputs = match ids[0] {
+        1 => true,
+        2 => false,
+        _ => c.dialect == Dialect::Plain,
+    };
+    let taps: Vec<usize> = ids.iter().map(|id| id + outputs as usize).collect();
+    if let Some(tap) = taps.iter().find(|tap| !(1..=n).contains(*tap)) {
+        return Err(mismatch(key, format!("{ids:?}, entry of layer {tap}"), format!("{n} layers")));
+    }
+    if !taps.is_sorted_by(|a, b| a < b) {
+        bail!("config.json: {key}: expected ascending layers, found {ids:?}");
+    }
+    if let Some(count) = c.n_features.filter(|count| *count != ids.len()) {
+        bail!("config.json: num_aux_hidden_states: expected {}, the length of {key}, found {count}", ids.len());
+    }
+    Ok((taps, format!("{key} {ids:?}, read as layer {}", if outputs { "outputs" } else { "inputs" })))
+}
+
+/// Draft id -> target id, from d2t: target = id + d2t[id].
+fn vocabulary_map(c: &DraftConfig, tensors: &BTreeMap<String, Tensor>, notes: &mut Vec<String>) -> Result<Option<Vec<u32>>> {
+    if c.draft_vocab == c.vocab {
+        return Ok(None);
+    }
+    let (n, vocab) = (c.draft_vocab, c.vocab);
+    let Some(d2t) = tensors.get("d2t") else {
+        return Err(mismatch("d2t", format!("none for {n} draft ids"), format!("{vocab} ids")));
+    };
+    ensure!(d2t.shape == [n], "d2t: expected [{n}] for draft_vocab_size, found {d2t} in {}", d2t.file);
+    let offsets = integers(d2t)?;
+    let ids: Vec<i64> = offsets.iter().zip(0..).map(|(offset, i)| i + offset).collect();
+    if let Some(id) = ids.iter().find(|id| !(0..vocab as i64).contains(*id)) {
+        let last = offsets.last().copied().unwrap_or(0) as usize;
+        let absolute = offsets.is_sorted_by(|a, b| a < b) && (vocab - vocab / 16..vocab).contains(&last);
+        let cure = if absolute { "; d2t looks like ids, expected offsets (target id - draft id)" } else { "" };
+        return Err(mismatch("d2t", format!("id {id}"), format!("{vocab} ids{cure}")));
+    }
+    ensure!(ids.is_sorted_by(|a, b| a < b), "d2t: expected ascending target ids (draft id + d2t), found another order in {}", d2t.file);
+    if offsets.iter().all(|offset| *offset == 0) {
+        notes.push(format!("d2t is all zero: the drafter knows ids 0 to {} only", n - 1));
+    }
+    if let Some(t2d) = tensors.get("t2d") {
+        let matches = matches!(t2d.dtype, Dtype::Bool | Dtype::U8) && t2d.shape == [vocab];
+        ensure!(matches, "t2d: expected [{vocab}] bool, found {t2d} in {}", t2d.file);
+        let mut known = vec![0u8; vocab];
+        t2d.read_at(0, &mut known)?;
+        let count = known.iter().filter(|known| **known != 0).count();
+        if count != n {
+            return Err(mismatch("t2d", format!("{count} ids"), format!("{n} of draft_vocab_size")));
+        }
+        if let Some(id) = ids.iter().find(|id| known[**id as usize] == 0) {
+            bail!("t2d: expected the ids of d2t, found id {id} in d2t only, in {}", t2d.file);
+        }
+    }
+    Ok(Some(ids.into_iter().map(|id| id as u32).collect()))
+}
+
+/// A small integer tensor.
+fn integers(tensor: &Tensor) -> Result<Vec<i64>> {
+    let mut bytes = vec![0; tensor.n_bytes()];
+    tensor.read_at(0, &mut bytes)?;
+    match tensor.dtype {
+        Dtype::I64 => Ok(bytes.chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().expect("8 bytes"))).collect()),
+        Dtype::I32 => Ok(bytes.chunks_exact(4).map(|b| i32::from_le_bytes(b.try_into().expect("4 bytes")).into()).collect()),
+        other => bail!("{}: expected i64 or i32, found {other} in {}", tensor.name, tensor.file),
+    }
+}
+
+/// A drafter that brings a tokenizer must bring the target's: the same number of ids, those of added tokens included.
+fn compare_tokenizer(dir: &Path, tokens: usize) -> Result<()> {
+    let path = dir.join("tokenizer.json");
+    if !path.exists() {
+        return Ok(());
+    }
+    let text = std::fs::read_to_string(&path).with_context(|| format!("{}: cannot be read", path.display()))?;
+    let json: Value = serde_json::from_str(&text).with_context(|| format!("{}: expected JSON", path.display()))?;
+    let vocab = json["model"]["vocab"].as_object();
+    let mut own = vocab.map_or(0, |vocab| vocab.len());
+    for token in json["added_tokens"].as_array().into_iter().flatten() {
+        let content = token["content"].as_str().unwrap_or_default();
+        own += !vocab.is_some_and(|vocab| vocab.contains_key(content)) as usize;
+    }
+    if own != tokens {
+        return Err(mismatch("tokenizer.json", format!("{own} tokens"), tokens)).context("it was trained for another tokenizer");
+    }
+    Ok(())
 }

@@ -117,25 +117,81 @@ pub struct Table {
     sections: BTreeMap<String, Section>,
 }
 
+/// What the terms and the conditions of the table stand for in one model.
+pub struct Facts {
+    /// The section of the table.
+    pub arch: String,
+    /// For errors: `llama model of 30 layers`.
+    pub kind: String,
+    /// How often the rules of `layer` apply.
+    pub n_layers: usize,
+    pub sizes: Vec<(&'static str, usize)>,
+    pub flags: Vec<(&'static str, bool)>,
+}
+
+impl Facts {
+    pub fn of(config: &Config) -> Facts {
+        Facts {
+            arch: config.arch.clone(),
+            kind: format!("{} model of {} layers", config.arch, config.n_layers),
+            n_layers: config.n_layers,
+            sizes: vec![
+                ("hidden", config.hidden),
+                ("n_heads", config.n_heads),
+                ("n_kv_heads", config.n_kv_heads),
+                ("head_dim", config.head_dim),
+                ("ffn_dim", config.ffn_dim),
+                ("vocab", config.vocab),
+            ],
+            flags: vec![("qkv_bias", config.qkv_bias), ("o_bias", config.o_bias), ("mlp_bias", config.mlp_bias), ("untied", !config.tied)],
+        }
+    }
+
+    fn size(&self, term: &str) -> Result<usize> {
+        let size = self.sizes.iter().find(|(name, _)| *name == term);
+        size.map(|(_, size)| *size).with_context(|| format!("{term}: expected a size of a {}, found none", self.kind))
+    }
+
+    /// Whether a condition holds; no condition always does.
+    fn holds(&self, when: Option<&str>) -> Result<bool> {
+        let Some(when) = when else { return Ok(true) };
+        let flag = self.flags.iter().find(|(name, _)| *name == when);
+        flag.map(|(_, flag)| *flag).with_context(|| format!("{when}: expected a condition of a {}, found none", self.kind))
+    }
+}
+
 /// Matches every tensor of the checkpoint with a row of the table. A tensor that nothing claims, a claimed one that is absent, a wrong shape or
 /// dtype: an error that lists up to five of them. Reads no tensor, but for a tied model that brings a head of its own: then both are compared.
 pub fn claim(table: &Table, config: &Config, checkpoint: &Checkpoint) -> Result<Weights> {
-    let section = table.sections.get(&config.arch).with_context(|| {
-        let known: Vec<&str> = table.sections.keys().map(String::as_str).collect();
-        format!("{}: expected one of the table of weights, {}, found none", config.arch, known.join(", "))
-    })?;
-    let mut claim = Claim { config, checkpoint, claimed: BTreeSet::new(), problems: Vec::new(), n_problems: 0 };
+    claim_as(table, &Facts::of(config), config.tied, checkpoint)
+}
+
+/// The same for a drafter, whose sizes and conditions are its own; nothing is tied.
+pub fn claim_drafter(table: &Table, facts: &Facts, checkpoint: &Checkpoint) -> Result<Weights> {
+    claim_as(table, facts, false, checkpoint)
+}
+
+fn claim_as(table: &Table, facts: &Facts, tied: bool, checkpoint: &Checkpoint) -> Result<Weights> {
+    let section = table.section(&facts.arch)?;
+    let mut claim = Claim {
+        facts,
+        dir: checkpoint.dir().display().to_string(),
+        tensors: section.named(checkpoint)?,
+        claimed: BTreeSet::new(),
+        problems: Vec::new(),
+        n_problems: 0,
+    };
     let mut map = BTreeMap::new();
     let model_rules = section.model.iter().map(|rule| (None, rule));
-    let layer_rules = (0..config.n_layers).flat_map(|layer| section.layer.iter().map(move |rule| (Some(layer), rule)));
+    let layer_rules = (0..facts.n_layers).flat_map(|layer| section.layer.iter().map(move |rule| (Some(layer), rule)));
     for (layer, (role, rule)) in model_rules.chain(layer_rules) {
-        if (rule.when)(config) {
+        if facts.holds(rule.when.as_deref())? {
             if let Some(weight) = claim.weight(rule, layer)? {
                 map.insert(WeightId { role: *role, layer }, weight);
             }
         }
     }
-    let spare = if config.tied { claim.tie_head(section, &mut map) } else { None };
+    let spare = if tied { claim.tie_head(section, &mut map) } else { None };
     claim.leftovers(section);
     claim.finish()?;
 
@@ -163,6 +219,11 @@ impl Weights {
 
     pub fn iter(&self) -> impl Iterator<Item = (WeightId, &Weight)> {
         self.map.iter().map(|(id, weight)| (*id, weight))
+    }
+
+    /// Adds a weight that the checkpoint does not have: a drafter's share of its target.
+    pub fn insert(&mut self, id: WeightId, weight: Weight) {
+        self.map.insert(id, weight);
     }
 
     /// Joins the weights of a drafter to those of its target.
@@ -282,31 +343,18 @@ const ROLES: [(Role, &str); 31] = [
     (Role::DraftHead, "draft_head"),
 ];
 
-/// What `rows`, `cols` and `unit` may name.
-const TERMS: [(&str, Term); 6] = [
-    ("hidden", |config| config.hidden),
-    ("n_heads", |config| config.n_heads),
-    ("n_kv_heads", |config| config.n_kv_heads),
-    ("head_dim", |config| config.head_dim),
-    ("ffn_dim", |config| config.ffn_dim),
-    ("vocab", |config| config.vocab),
-];
+/// What `rows`, `cols` and `unit` may name: sizes of a model, and of a drafter besides.
+const TERMS: [&str; 9] = ["hidden", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab", "features", "target_hidden", "draft_vocab"];
 
 /// What `when` may name.
-const CONDITIONS: [(&str, Condition); 4] = [
-    ("qkv_bias", |config| config.qkv_bias),
-    ("o_bias", |config| config.o_bias),
-    ("mlp_bias", |config| config.mlp_bias),
-    ("untied", |config| !config.tied),
-];
-
-type Term = fn(&Config) -> usize;
-type Condition = fn(&Config) -> bool;
+const CONDITIONS: [&str; 9] = ["qkv_bias", "o_bias", "mlp_bias", "untied", "qk_norm", "norm_before_fc", "fc_norm", "own_embed", "own_head"];
 
 struct Section {
     model: BTreeMap<Role, Rule>,
     layer: BTreeMap<Role, Rule>,
     ignore: Vec<String>,
+    /// Prefixes of tensor names and what they are read as, in the order in which they are tried, each once.
+    rename: Vec<(String, String)>,
 }
 
 #[derive(Clone)]
@@ -317,7 +365,7 @@ struct Rule {
     fuse: Fuse,
     split: Split,
     unit: Size,
-    when: Condition,
+    when: Option<String>,
 }
 
 /// A sum of products.
@@ -330,7 +378,7 @@ struct Size {
 #[derive(Clone, Copy)]
 enum Factor {
     Number(usize),
-    Term(Term),
+    Term(&'static str),
 }
 
 impl Table {
@@ -358,9 +406,10 @@ impl Table {
                     _ => bail!("{arch}: like: expected a section that stands for itself, found {like:?}"),
                 },
             };
-            let mut section = Section { model: BTreeMap::new(), layer: BTreeMap::new(), ignore: Vec::new() };
+            let mut section = Section { model: BTreeMap::new(), layer: BTreeMap::new(), ignore: Vec::new(), rename: Vec::new() };
             for source in base.into_iter().chain([file]) {
                 section.ignore.extend_from_slice(&source.ignore);
+                section.rename.extend_from_slice(&source.rename);
                 for (rules, files, per_layer) in [(&mut section.model, &source.model, false), (&mut section.layer, &source.layer, true)] {
                     for (name, file) in files {
                         let (role, rule) = parse_rule(name, file, per_layer).with_context(|| format!("{arch}.{name}"))?;
@@ -372,6 +421,37 @@ impl Table {
         }
         Ok(Table { sections })
     }
+
+    /// The checkpoint's tensors by the names that the section of `arch` gives them.
+    pub fn named(&self, arch: &str, checkpoint: &Checkpoint) -> Result<BTreeMap<String, Tensor>> {
+        self.section(arch)?.named(checkpoint)
+    }
+
+    fn section(&self, arch: &str) -> Result<&Section> {
+        self.sections.get(arch).with_context(|| {
+            let known: Vec<&str> = self.sections.keys().map(String::as_str).collect();
+            format!("{arch}: expected one of the table of weights, {}, found none", known.join(", "))
+        })
+    }
+}
+
+impl Section {
+    fn named(&self, checkpoint: &Checkpoint) -> Result<BTreeMap<String, Tensor>> {
+        let mut tensors: BTreeMap<String, Tensor> = BTreeMap::new();
+        for tensor in checkpoint.tensors() {
+            let mut name = tensor.name.clone();
+            for (prefix, meaning) in &self.rename {
+                if let Some(rest) = name.strip_prefix(prefix.as_str()) {
+                    name = format!("{meaning}{rest}");
+                }
+            }
+            if let Some(earlier) = tensors.insert(name, tensor.clone()) {
+                let dir = checkpoint.dir().display();
+                bail!("{dir}: {}: expected one spelling of a tensor, found {} as well", earlier.name, tensor.name);
+            }
+        }
+        Ok(tensors)
+    }
 }
 
 #[derive(Deserialize)]
@@ -380,6 +460,8 @@ struct SectionFile {
     like: Option<String>,
     #[serde(default)]
     ignore: Vec<String>,
+    #[serde(default)]
+    rename: Vec<(String, String)>,
     #[serde(default)]
     model: BTreeMap<String, RuleFile>,
     #[serde(default)]
@@ -412,13 +494,9 @@ fn parse_rule(name: &str, file: &RuleFile, per_layer: bool) -> Result<(Role, Rul
         ensure!(from.matches("{}").count() == expected, "from: expected {expected} {{}} for the layer, found {from:?}");
     }
     ensure!(file.cols.is_some() || file.split != Split::Columns, "split: expected columns to split, found a vector");
-    let when = match &file.when {
-        None => |_: &Config| true,
-        Some(when) => match CONDITIONS.iter().find(|(name, _)| name == when) {
-            Some((_, condition)) => *condition,
-            None => bail!("when: expected one of {}, found {when:?}", CONDITIONS.map(|(name, _)| name).join(" ")),
-        },
-    };
+    if let Some(when) = file.when.as_deref().filter(|when| !CONDITIONS.contains(when)) {
+        bail!("when: expected one of {}, found {when:?}", CONDITIONS.join(" "));
+    }
     let rule = Rule {
         from: file.from.clone(),
         rows: file.rows.iter().map(|text| Size::parse(text)).collect::<Result<_>>()?,
@@ -426,7 +504,7 @@ fn parse_rule(name: &str, file: &RuleFile, per_layer: bool) -> Result<(Role, Rul
         fuse: file.fuse,
         split: file.split,
         unit: Size::parse(file.unit.as_deref().unwrap_or("1"))?,
-        when,
+        when: file.when.clone(),
     };
     Ok((*role, rule))
 }
@@ -435,33 +513,39 @@ impl Size {
     fn parse(text: &str) -> Result<Size> {
         let factor = |word: &str| -> Result<Factor> {
             let word = word.trim();
-            match (word.parse(), TERMS.iter().find(|(name, _)| *name == word)) {
+            match (word.parse(), TERMS.iter().find(|name| **name == word)) {
                 (Ok(number), _) => Ok(Factor::Number(number)),
-                (_, Some((_, term))) => Ok(Factor::Term(*term)),
-                _ => bail!("expected sums and products of numbers and {}, found {text:?}", TERMS.map(|(name, _)| name).join(" ")),
+                (_, Some(term)) => Ok(Factor::Term(term)),
+                _ => bail!("expected sums and products of numbers and {}, found {text:?}", TERMS.join(" ")),
             }
         };
         let product = |product: &str| product.split('*').map(factor).collect::<Result<Vec<_>>>();
         Ok(Size { text: text.into(), sum: text.split('+').map(product).collect::<Result<_>>()? })
     }
 
-    fn of(&self, config: &Config) -> Result<usize> {
-        let factor = |factor: &Factor| match factor {
-            Factor::Number(number) => *number,
-            Factor::Term(term) => term(config),
-        };
-        let product = |product: &Vec<Factor>| product.iter().map(factor).try_fold(1usize, |a, b| a.checked_mul(b));
-        self.sum
-            .iter()
-            .try_fold(0usize, |sum, term| sum.checked_add(product(term)?))
-            .with_context(|| format!("{}: expected a size within the address space, found more", self.text))
+    fn of(&self, facts: &Facts) -> Result<usize> {
+        let mut sum = Some(0usize);
+        for product in &self.sum {
+            let mut value = Some(1usize);
+            for factor in product {
+                let factor = match factor {
+                    Factor::Number(number) => *number,
+                    Factor::Term(term) => facts.size(term)?,
+                };
+                value = value.and_then(|value| value.checked_mul(factor));
+            }
+            sum = sum.zip(value).and_then(|(sum, value)| sum.checked_add(value));
+        }
+        sum.with_context(|| format!("{}: expected a size within the address space, found more", self.text))
     }
 }
 
 /// The state of a claim: what has been taken, and what is wrong.
 struct Claim<'a> {
-    config: &'a Config,
-    checkpoint: &'a Checkpoint,
+    facts: &'a Facts,
+    dir: String,
+    /// By the names that the section gives them.
+    tensors: BTreeMap<String, Tensor>,
     claimed: BTreeSet<String>,
     /// The first `SHOWN`.
     problems: Vec<String>,
@@ -476,13 +560,13 @@ const FLOATS: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
 impl Claim<'_> {
     /// The weight, or nothing and problems noted.
     fn weight(&mut self, rule: &Rule, layer: Option<usize>) -> Result<Option<Weight>> {
-        let cols = rule.cols.as_ref().map(|cols| cols.of(self.config)).transpose()?;
-        let rows = rule.rows.iter().map(|rows| rows.of(self.config)).collect::<Result<Vec<usize>>>()?;
+        let cols = rule.cols.as_ref().map(|cols| cols.of(self.facts)).transpose()?;
+        let rows = rule.rows.iter().map(|rows| rows.of(self.facts)).collect::<Result<Vec<usize>>>()?;
         let mut parts: Vec<Tensor> = Vec::new();
         for (from, rows) in rule.from.iter().zip(&rows) {
             let name = tensor_name(from, layer);
             let shape: Vec<usize> = [*rows].into_iter().chain(cols).collect();
-            match self.checkpoint.get(&name) {
+            match self.tensors.get(&name).cloned() {
                 None => self.absent(&name, &shape, rule),
                 Some(found) if found.shape != shape || !FLOATS.contains(&found.dtype) => {
                     self.problem(|| format!("{name}: expected {shape:?} bf16, f16 or f32, found {found} in {}", found.file))
@@ -491,7 +575,7 @@ impl Claim<'_> {
                     Some(first) => {
                         self.problem(|| format!("{name}: expected {} as {}, found {found} in {}", first.dtype, first.name, found.file))
                     }
-                    None => parts.push(found.clone()),
+                    None => parts.push(found),
                 },
             }
             self.claimed.insert(name);
@@ -499,15 +583,13 @@ impl Claim<'_> {
         if parts.len() < rule.from.len() {
             return Ok(None);
         }
-        let unit = rule.unit.of(self.config)?;
+        let unit = rule.unit.of(self.facts)?;
         Ok(Some(Weight { parts, rows, cols: cols.unwrap_or(1), fuse: rule.fuse, split: rule.split, unit }))
     }
 
     fn absent(&mut self, name: &str, shape: &[usize], rule: &Rule) {
-        let dir = self.checkpoint.dir().display();
-        // Of the conditions, only "untied" is false for a tied model and true for this one.
-        let tied = Config { tied: true, ..self.config.clone() };
-        let cure = if (rule.when)(self.config) && !(rule.when)(&tied) {
+        let dir = self.dir.clone();
+        let cure = if rule.when.as_deref() == Some("untied") {
             "; config.json says tie_word_embeddings = false, so the head must be there: set the key to true if the embedding is the head"
         } else {
             ""
@@ -522,20 +604,18 @@ impl Claim<'_> {
         let table = embed.parts[0].clone();
         let head = Weight { split: rule.split, fuse: rule.fuse, ..embed.clone() };
         map.insert(WeightId { role: Role::Head, layer: None }, head);
-        let spare = self.checkpoint.get(&rule.from[0])?;
-        self.claimed.insert(spare.name.clone());
-        Some((spare.clone(), table))
+        let spare = self.tensors.get(&rule.from[0])?.clone();
+        self.claimed.insert(rule.from[0].clone());
+        Some((spare, table))
     }
 
     fn leftovers(&mut self, section: &Section) {
-        for tensor in self.checkpoint.tensors() {
-            let name = &tensor.name;
-            if !self.claimed.contains(name) && !section.ignore.iter().any(|pattern| matches(pattern, name)) {
-                let Config { arch, n_layers, .. } = self.config;
-                self.problem(|| {
-                    format!("{name}: expected no such tensor in a {arch} model of {n_layers} layers, found {tensor} in {}", tensor.file)
-                });
-            }
+        let spare = |name: &String| !self.claimed.contains(name) && !section.ignore.iter().any(|pattern| matches(pattern, name));
+        let spare: Vec<Tensor> = self.tensors.iter().filter(|(name, _)| spare(name)).map(|(_, tensor)| tensor.clone()).collect();
+        for tensor in spare {
+            let kind = &self.facts.kind;
+            let text = format!("{}: expected no such tensor in a {kind}, found {tensor} in {}", tensor.name, tensor.file);
+            self.problem(|| text);
         }
     }
 

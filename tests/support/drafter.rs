@@ -1,0 +1,98 @@
+//! `D0`: a random EAGLE-3 drafter for T0 (hidden 64, three tapped layers, 128 of 512 ids), in every variant that tests need.
+use crate::support::{write_json, write_safetensors, TensorData};
+use half::bf16;
+use serde_json::{json, Map, Value};
+use std::path::Path;
+
+pub struct D0 {
+    pub config: Map<String, Value>,
+    pub tensors: Vec<TensorData>,
+}
+
+/// The target ids that D0 knows: every fourth.
+pub fn draft_ids() -> Vec<i64> {
+    (0..128).map(|i| 4 * i + 1).collect()
+}
+
+impl D0 {
+    pub fn new() -> D0 {
+        let config = json!({
+            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "vocab_size": 512, "draft_vocab_size": 128,
+            "max_position_embeddings": 256, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": true},
+        });
+        let Value::Object(config) = config else { unreachable!() };
+        let mut d0 = D0 { config, tensors: Vec::new() };
+        for (name, shape) in [
+            ("fc.weight", &[64, 192][..]),
+            ("lm_head.weight", &[128, 64]),
+            ("midlayer.hidden_norm.weight", &[64]),
+            ("midlayer.input_layernorm.weight", &[64]),
+            ("midlayer.mlp.down_proj.weight", &[64, 128]),
+            ("midlayer.mlp.gate_proj.weight", &[128, 64]),
+            ("midlayer.mlp.up_proj.weight", &[128, 64]),
+            ("midlayer.post_attention_layernorm.weight", &[64]),
+            ("midlayer.self_attn.k_proj.weight", &[32, 128]),
+            ("midlayer.self_attn.o_proj.weight", &[64, 64]),
+            ("midlayer.self_attn.q_proj.weight", &[64, 128]),
+            ("midlayer.self_attn.v_proj.weight", &[32, 128]),
+            ("norm.weight", &[64]),
+        ] {
+            d0.random(name, shape);
+        }
+        let ids = draft_ids();
+        d0.d2t(&ids.iter().zip(0..).map(|(id, i)| id - i).collect::<Vec<i64>>());
+        d0.t2d(&ids);
+        d0
+    }
+
+    pub fn set(&mut self, key: &str, value: impl Into<Value>) -> &mut D0 {
+        self.config.insert(key.into(), value.into());
+        self
+    }
+
+    pub fn remove(&mut self, tensor: &str) -> &mut D0 {
+        let before = self.tensors.len();
+        self.tensors.retain(|t| t.name != tensor);
+        assert!(self.tensors.len() < before, "D0 has no {tensor}");
+        self
+    }
+
+    /// Replaces a tensor by a random one of another shape, or adds it.
+    pub fn random(&mut self, name: &str, shape: &[usize]) -> &mut D0 {
+        // Marsaglia's xorshift; the seed is the name.
+        let mut state = name.bytes().fold(0x9e37_79b9_7f4a_7c15u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)) | 1;
+        let mut uniform = || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 40) as f32 / (1 << 24) as f32 - 0.5
+        };
+        let (mean, width) = if shape.len() == 1 { (1.0, 0.4) } else { (0.0, 3.0 / (shape[1] as f32).sqrt()) };
+        let n: usize = shape.iter().product();
+        let bytes = (0..n).flat_map(|_| bf16::from_f32(mean + width * uniform()).to_le_bytes()).collect();
+        self.put(name, "BF16", shape, bytes)
+    }
+
+    pub fn d2t(&mut self, offsets: &[i64]) -> &mut D0 {
+        self.put("d2t", "I64", &[offsets.len()], offsets.iter().flat_map(|o| o.to_le_bytes()).collect())
+    }
+
+    pub fn t2d(&mut self, ids: &[i64]) -> &mut D0 {
+        let mut known = vec![0u8; 512];
+        ids.iter().for_each(|&id| known[id as usize] = 1);
+        self.put("t2d", "BOOL", &[512], known)
+    }
+
+    fn put(&mut self, name: &str, dtype: &'static str, shape: &[usize], bytes: Vec<u8>) -> &mut D0 {
+        self.tensors.retain(|t| t.name != name);
+        self.tensors.push(TensorData { name: name.into(), dtype, shape: shape.to_vec(), bytes });
+        self
+    }
+
+    pub fn write(&self, dir: &Path) {
+        std::fs::create_dir_all(dir).unwrap();
+        write_json(&dir.join("config.json"), &Value::Object(self.config.clone()));
+        write_safetensors(&dir.join("model.safetensors"), &self.tensors);
+    }
+}
