@@ -18,28 +18,13 @@ use std::{env, fs, thread};
 const DEFAULT_ARCHS: &str = "90a;120a";
 /// Portable code for chips without machine code of their own.
 const PTX: u32 = 90;
-const FLAGS: &[&str] = &[
-    "-fatbin",
-    "-O3",
-    "-std=c++17",
-    "-lineinfo",
-    "--threads=2",
-    "-compress-mode=size",
-];
+const FLAGS: &[&str] = &["-fatbin", "-O3", "-std=c++17", "-lineinfo", "--threads=2", "-compress-mode=size"];
 const NO_NVCC: &str = "built without CUDA kernels: no nvcc was found; install the CUDA toolkit (12.8 or later) and set CUDA_HOME, or run scripts/cuda-toolchain.sh, then build again";
 
 fn main() {
     let root = PathBuf::from(env::var("CARGO_MANIFEST_DIR").unwrap());
     let out = PathBuf::from(env::var("OUT_DIR").unwrap());
-    for name in [
-        "NVCC",
-        "CUDA_HOME",
-        "CUDA_PATH",
-        "CUDA_TOOLCHAIN_DIR",
-        "CUDA_ARCHS",
-        "VOLLEY_FATBIN_DIR",
-        "NVCC_CCBIN",
-    ] {
+    for name in ["NVCC", "CUDA_HOME", "CUDA_PATH", "CUDA_TOOLCHAIN_DIR", "CUDA_ARCHS", "VOLLEY_FATBIN_DIR", "NVCC_CCBIN"] {
         println!("cargo:rerun-if-env-changed={name}");
     }
     println!("cargo:rerun-if-changed=build.rs");
@@ -50,45 +35,32 @@ fn main() {
         println!("cargo:rerun-if-changed={}", f.display());
     }
 
-    let (sources, built_with, targets) =
-        if let Some(dir) = env::var_os("VOLLEY_FATBIN_DIR").map(PathBuf::from) {
-            for source in &sources {
-                let name = Path::new(source.file_stem().unwrap()).with_extension("fatbin");
-                if let Err(e) = fs::copy(dir.join(&name), out.join(&name)) {
-                    fail(&format!(
-                        "VOLLEY_FATBIN_DIR: {}: {e}",
-                        dir.join(&name).display()
-                    ));
-                }
+    let (sources, built_with, targets) = if let Some(dir) = env::var_os("VOLLEY_FATBIN_DIR").map(PathBuf::from) {
+        for source in &sources {
+            let name = Path::new(source.file_stem().unwrap()).with_extension("fatbin");
+            if let Err(e) = fs::copy(dir.join(&name), out.join(&name)) {
+                fail(&format!("VOLLEY_FATBIN_DIR: {}: {e}", dir.join(&name).display()));
             }
-            (
-                sources,
-                "kernels compiled elsewhere (VOLLEY_FATBIN_DIR)".to_string(),
-                wanted_archs().iter().map(|a| format!("sm_{a}")).collect(),
-            )
-        } else if let Some((nvcc, version)) = find_nvcc(&root) {
-            let targets = targets(&nvcc);
-            compile(&nvcc, &version, &targets, &sources, &headers, &out);
-            let built_with = format!("{version}, {}", targets.join(" "));
-            (sources, built_with, targets)
-        } else {
-            println!("cargo:warning={NO_NVCC}");
-            (vec![], NO_NVCC.to_string(), vec![])
-        };
+        }
+        (sources, "kernels compiled elsewhere (VOLLEY_FATBIN_DIR)".to_string(), wanted_archs().iter().map(|a| format!("sm_{a}")).collect())
+    } else if let Some((nvcc, version)) = find_nvcc(&root) {
+        let targets = targets(&nvcc);
+        compile(&nvcc, &version, &targets, &sources, &headers, &out);
+        let built_with = format!("{version}, {}", targets.join(" "));
+        (sources, built_with, targets)
+    } else {
+        println!("cargo:warning={NO_NVCC}");
+        (vec![], NO_NVCC.to_string(), vec![])
+    };
 
-    let archs: Vec<&str> = targets
-        .iter()
-        .map(|t| t.trim_start_matches("sm_").trim_end_matches(['a', 'f']))
-        .collect();
+    let archs: Vec<&str> = targets.iter().map(|t| t.trim_start_matches("sm_").trim_end_matches(['a', 'f'])).collect();
     let mut table = format!(
         "pub const BUILT_WITH: &str = {built_with:?};\npub const ARCHS: &[u32] = &[{}];\npub const PTX: u32 = {PTX};\npub const FATBINS: &[(&str, &[u8])] = &[\n",
         archs.join(", ")
     );
     for source in &sources {
         let name = source.file_stem().unwrap().to_str().unwrap();
-        table += &format!(
-            "    ({name:?}, include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{name}.fatbin\"))),\n"
-        );
+        table += &format!("    ({name:?}, include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{name}.fatbin\"))),\n");
     }
     fs::write(out.join("fatbins.rs"), table + "];\n").unwrap();
 }
@@ -100,14 +72,8 @@ fn fail(message: &str) -> ! {
 
 /// The files of `dir` with one of the extensions, sorted.
 fn files(dir: &Path, extensions: &[&str]) -> Vec<PathBuf> {
-    let mut found: Vec<PathBuf> = fs::read_dir(dir)
-        .unwrap()
-        .map(|e| e.unwrap().path())
-        .collect();
-    found.retain(|p| {
-        p.extension()
-            .is_some_and(|e| extensions.iter().any(|x| e == *x))
-    });
+    let mut found: Vec<PathBuf> = fs::read_dir(dir).unwrap().map(|e| e.unwrap().path()).collect();
+    found.retain(|p| p.extension().is_some_and(|e| extensions.iter().any(|x| e == *x)));
     found.sort();
     found
 }
@@ -115,33 +81,16 @@ fn files(dir: &Path, extensions: &[&str]) -> Vec<PathBuf> {
 /// nvcc's path and version line.
 fn find_nvcc(root: &Path) -> Option<(PathBuf, String)> {
     let mut candidates: Vec<PathBuf> = env::var_os("NVCC").map(PathBuf::from).into_iter().collect();
-    candidates.extend(
-        ["CUDA_HOME", "CUDA_PATH"]
-            .iter()
-            .filter_map(env::var_os)
-            .map(|d| Path::new(&d).join("bin/nvcc")),
-    );
-    candidates
-        .extend(env::split_paths(&env::var_os("PATH").unwrap_or_default()).map(|d| d.join("nvcc")));
+    candidates.extend(["CUDA_HOME", "CUDA_PATH"].iter().filter_map(env::var_os).map(|d| Path::new(&d).join("bin/nvcc")));
+    candidates.extend(env::split_paths(&env::var_os("PATH").unwrap_or_default()).map(|d| d.join("nvcc")));
     candidates.push("/usr/local/cuda/bin/nvcc".into());
-    candidates.push(
-        env::var_os("CUDA_TOOLCHAIN_DIR")
-            .map_or(root.join(".cuda-toolchain"), PathBuf::from)
-            .join("bin/nvcc"),
-    );
+    candidates.push(env::var_os("CUDA_TOOLCHAIN_DIR").map_or(root.join(".cuda-toolchain"), PathBuf::from).join("bin/nvcc"));
     candidates.iter().find_map(|p| {
         // Links are resolved first: the pip layout finds its headers beside the real binary only.
         let p = fs::canonicalize(p).ok()?;
-        let answer = Command::new(&p)
-            .arg("--version")
-            .output()
-            .ok()
-            .filter(|o| o.status.success())?;
+        let answer = Command::new(&p).arg("--version").output().ok().filter(|o| o.status.success())?;
         let text = String::from_utf8_lossy(&answer.stdout).into_owned();
-        let version = text
-            .lines()
-            .find_map(|l| l.split("release ").nth(1))
-            .unwrap_or("of unknown version");
+        let version = text.lines().find_map(|l| l.split("release ").nth(1)).unwrap_or("of unknown version");
         Some((p, format!("nvcc {version}")))
     })
 }
@@ -153,17 +102,12 @@ fn wanted_archs() -> Vec<String> {
 
 /// `CUDA_ARCHS` as far as this nvcc knows them: a newer list must not break an older toolkit.
 fn targets(nvcc: &Path) -> Vec<String> {
-    let known = Command::new(nvcc)
-        .arg("--list-gpu-arch")
-        .output()
-        .unwrap_or_else(|e| fail(&format!("{} --list-gpu-arch: {e}", nvcc.display())));
+    let known =
+        Command::new(nvcc).arg("--list-gpu-arch").output().unwrap_or_else(|e| fail(&format!("{} --list-gpu-arch: {e}", nvcc.display())));
     let known = String::from_utf8_lossy(&known.stdout).into_owned();
     let mut kept = vec![];
     for arch in wanted_archs() {
-        if known
-            .lines()
-            .any(|l| l.trim() == format!("compute_{}", arch.trim_end_matches(['a', 'f'])))
-        {
+        if known.lines().any(|l| l.trim() == format!("compute_{}", arch.trim_end_matches(['a', 'f']))) {
             kept.push(format!("sm_{arch}"));
         } else {
             println!("cargo:warning=this nvcc does not know sm_{arch}: left out");
@@ -173,29 +117,17 @@ fn targets(nvcc: &Path) -> Vec<String> {
 }
 
 /// One fatbin per source, two at a time. A fatbin is kept until its source, a header, a flag, a target or nvcc changes: <name>.key holds the hash.
-fn compile(
-    nvcc: &Path,
-    version: &str,
-    targets: &[String],
-    sources: &[PathBuf],
-    headers: &[PathBuf],
-    out: &Path,
-) {
+fn compile(nvcc: &Path, version: &str, targets: &[String], sources: &[PathBuf], headers: &[PathBuf], out: &Path) {
     let mut common = DefaultHasher::new();
     (version, targets, FLAGS, env::var_os("NVCC_CCBIN")).hash(&mut common);
     for header in headers {
         (header.file_name(), fs::read(header).unwrap()).hash(&mut common);
     }
     let build = |source: &PathBuf| -> bool {
-        let target = out
-            .join(source.file_stem().unwrap())
-            .with_extension("fatbin");
+        let target = out.join(source.file_stem().unwrap()).with_extension("fatbin");
         let mut key = common.clone();
         fs::read(source).unwrap().hash(&mut key);
-        let (key, key_file) = (
-            format!("{:016x}", key.finish()),
-            target.with_extension("key"),
-        );
+        let (key, key_file) = (format!("{:016x}", key.finish()), target.with_extension("key"));
         if target.exists() && fs::read_to_string(&key_file).is_ok_and(|k| k == key) {
             return true;
         }
@@ -203,10 +135,7 @@ fn compile(
         let mut command = Command::new(nvcc);
         command.args(FLAGS);
         for t in targets {
-            command.arg(format!(
-                "-gencode=arch={},code={t}",
-                t.replace("sm_", "compute_")
-            ));
+            command.arg(format!("-gencode=arch={},code={t}", t.replace("sm_", "compute_")));
         }
         command.arg(format!("-gencode=arch=compute_{PTX},code=compute_{PTX}"));
         if let Some(host_compiler) = env::var_os("NVCC_CCBIN") {
@@ -215,25 +144,15 @@ fn compile(
         match command.arg("-o").arg(&target).arg(source).output() {
             Ok(o) if o.status.success() => fs::write(&key_file, key).is_ok(),
             Ok(o) => {
-                eprintln!(
-                    "error: {} on {}:\n{}",
-                    nvcc.display(),
-                    source.display(),
-                    String::from_utf8_lossy(&o.stderr)
-                );
+                eprintln!("error: {} on {}:\n{}", nvcc.display(), source.display(), String::from_utf8_lossy(&o.stderr));
                 false
             }
             Err(e) => fail(&format!("{}: {e}", nvcc.display())),
         }
     };
-    let lanes: Vec<Vec<&PathBuf>> = (0..2)
-        .map(|lane| sources.iter().skip(lane).step_by(2).collect())
-        .collect();
+    let lanes: Vec<Vec<&PathBuf>> = (0..2).map(|lane| sources.iter().skip(lane).step_by(2).collect()).collect();
     let fine = thread::scope(|scope| {
-        let running: Vec<_> = lanes
-            .iter()
-            .map(|lane| scope.spawn(|| lane.iter().all(|s| build(s))))
-            .collect();
+        let running: Vec<_> = lanes.iter().map(|lane| scope.spawn(|| lane.iter().all(|s| build(s)))).collect();
         running.into_iter().all(|r| r.join().unwrap())
     });
     if !fine {

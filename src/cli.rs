@@ -3,8 +3,8 @@
 //! argh reads the flags. What it lacks is added here: flags that several commands share (the `command!` macros), and `--name=value`, `-n5`,
 //! `-vv`, a lone `-` (`spread`). A new flag is a field in one of the macros or structs and a line in the conversion below it.
 use crate::cmd::{bench, chat, run, AnswerOptions, Device, Draft, ModelOptions};
-use crate::decode::MAX_DRAFTS;
 use crate::decode::Sampling;
+use crate::decode::MAX_DRAFTS;
 use crate::error;
 use anyhow::{bail, Result};
 use argh::FromArgs;
@@ -322,8 +322,23 @@ command! {
 }
 
 /// Flags without a value: their short form may be bundled, and what follows them is no value.
-const SWITCHES: [&str; 15] =
-    ["--require-graphs", "--profile", "--random", "--version", "--help", "-h", "--no-mmap", "--verbose", "-v", "--ignore-eos", "--no-think", "--show-tokens", "--json", "--raw", "--"];
+const SWITCHES: [&str; 15] = [
+    "--require-graphs",
+    "--profile",
+    "--random",
+    "--version",
+    "--help",
+    "-h",
+    "--no-mmap",
+    "--verbose",
+    "-v",
+    "--ignore-eos",
+    "--no-think",
+    "--show-tokens",
+    "--json",
+    "--raw",
+    "--",
+];
 
 /// What argh does not know: `--name=value` and `-n5` become two words, `-vv` becomes `-v -v`, a lone `-` (stdin, which is read anyway) goes.
 fn spread(words: &[String]) -> Result<Vec<String>> {

@@ -121,7 +121,7 @@ fn forbidden(graph: &Graph) -> Vec<String> {
 fn cycle(graph: &Graph) -> Option<Vec<String>> {
     fn visit(node: &String, graph: &Graph, path: &mut Vec<String>, done: &mut BTreeSet<String>) -> Option<Vec<String>> {
         if let Some(start) = path.iter().position(|n| n == node) {
-            return Some([&path[start..], &[node.clone()]].concat());
+            return Some([&path[start..], std::slice::from_ref(node)].concat());
         }
         if done.contains(node) {
             return None;

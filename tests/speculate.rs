@@ -3,9 +3,9 @@
 //!
 //! T0 and D0 are random and made on the spot; golden values are those of scripts/make_draft_golden.py; tests with SmolLM2 and its drafter are
 //! skipped, in so many words, where the model is absent.
-mod support;
 #[path = "support/drafter.rs"]
 mod drafter;
+mod support;
 
 use drafter::{draft_ids, D0};
 use std::cell::RefCell;
@@ -198,7 +198,10 @@ fn the_shipped_drafter_computes_what_the_script_computes() {
         theirs += golden.tokens as f64 / golden.cycles as f64;
         for (i, (hit, tried)) in golden.hit.iter().zip(&golden.tried).enumerate() {
             // The script leaves out the last rows, which have no six tokens behind them.
-            assert!(s.tried[i].abs_diff(*tried) <= 8 && s.accepted[i].abs_diff(*hit) <= 8, "{name}: {s:?}, expected {hit} of {tried} at {i}");
+            assert!(
+                s.tried[i].abs_diff(*tried) <= 8 && s.accepted[i].abs_diff(*hit) <= 8,
+                "{name}: {s:?}, expected {hit} of {tried} at {i}"
+            );
         }
     }
     assert!((ours / theirs - 1.0f64).abs() < 0.08, "{ours} {theirs}");
@@ -284,7 +287,11 @@ fn o13_every_sampling_option_gives_the_same_ids() {
                     let ends = if name.starts_with("end") { &end[..] } else { &[] };
                     let expected = generate(&mut plain, &prompt(17), &sampling, ends, Some(N));
                     let answer = generate(&mut engine, &prompt(17), &sampling, ends, Some(N));
-                    assert_eq!((&answer.tokens, answer.finish), (&expected.tokens, expected.finish), "{by:?} {fixed:?} {name} at {temperature}");
+                    assert_eq!(
+                        (&answer.tokens, answer.finish),
+                        (&expected.tokens, expected.finish),
+                        "{by:?} {fixed:?} {name} at {temperature}"
+                    );
                     texts.insert(expected.tokens);
                 }
             }
@@ -366,7 +373,9 @@ fn o11_the_earliest_end_in_a_block_counts() {
                 }
                 // The cache holds the kept prefix: the next turn equals a fresh run.
                 let turn = [&prompt[..], &expected.0, &[3, 9, 27]].concat();
-                let next = |engine: &mut Engine| engine.generate(&Request { prompt: &turn, sampling: &sampling, end_ids: &[], max_tokens: Some(6) }, &mut |_| Flow::Go);
+                let next = |engine: &mut Engine| {
+                    engine.generate(&Request { prompt: &turn, sampling: &sampling, end_ids: &[], max_tokens: Some(6) }, &mut |_| Flow::Go)
+                };
                 let (ours, fresh) = (next(&mut engine).unwrap(), generate(&mut plain, &turn, &sampling, &[], Some(6)));
                 assert_eq!(ours.tokens, fresh.tokens, "the turn after an end at {at}, cap {cap}");
                 assert_eq!(ours.reused, prompt.len() + expected.0.len() - 2 + (expected.0.is_empty() as usize));
@@ -576,7 +585,9 @@ fn o18_wrong_drafters_are_refused() {
     refused(&["drafter 64 columns, target 192 (3 layers of 64), key fc.weight"], &|d0, _| {
         d0.random("fc.weight", &[64, 64]);
     });
-    refused(&["entry of layer 10, target 4 layers, key eagle_config.eagle_aux_hidden_state_layer_ids"], &|d0, _| config_ids(d0, &[0, 1, 9]));
+    refused(&["entry of layer 10, target 4 layers, key eagle_config.eagle_aux_hidden_state_layer_ids"], &|d0, _| {
+        config_ids(d0, &[0, 1, 9])
+    });
     refused(&["expected ascending layers, found [0, 2, 1]"], &|d0, _| config_ids(d0, &[0, 2, 1]));
     refused(&["drafter none for 128 draft ids, target 512 ids, key d2t"], &|d0, _| {
         d0.remove("d2t");

@@ -101,8 +101,16 @@ fn compare(model: &ModelOptions, options: &Options) -> Result<u8> {
     if !options.json {
         let threads = rayon::current_num_threads();
         let (name, dtype, device) = (&session.model.name, &session.model.dtype, session.model.device);
-        writeln!(out, "{name} {dtype}, {device} ({threads} threads), commit {COMMIT}; {}", session.model.drafter.as_deref().unwrap_or("n-gram"))?;
-        writeln!(out, "{:22} {:>6} {:>12} {:>12} {:>6}  accept length, by position", "prompts", "tokens", "plain tok/s", "spec. tok/s", "ratio")?;
+        writeln!(
+            out,
+            "{name} {dtype}, {device} ({threads} threads), commit {COMMIT}; {}",
+            session.model.drafter.as_deref().unwrap_or("n-gram")
+        )?;
+        writeln!(
+            out,
+            "{:22} {:>6} {:>12} {:>12} {:>6}  accept length, by position",
+            "prompts", "tokens", "plain tok/s", "spec. tok/s", "ratio"
+        )?;
     }
     for file in &options.prompt_files {
         let set = Set::measure(&mut session, file, options)?;
@@ -180,7 +188,8 @@ impl Set {
     fn text(&self) -> String {
         let [plain, drafted] = self.mean();
         let shares: Vec<String> = self.statistics.acceptance().iter().map(|a| format!("{a:.2}")).collect();
-        let loops = if self.loops > 0 { format!("; {} of {} answers repeat themselves", self.loops, self.rates.len()) } else { String::new() };
+        let loops =
+            if self.loops > 0 { format!("; {} of {} answers repeat themselves", self.loops, self.rates.len()) } else { String::new() };
         format!(
             "{:22} {:6} {plain:12.1} {drafted:12.1} {:6.2}  {:.2}: {}{loops}",
             self.name,

@@ -30,8 +30,16 @@ pub fn chat(model: &ModelOptions, options: &AnswerOptions, json: bool) -> Result
     }
     let (sampling, _) = answer::sampling(options);
     let system = options.system.iter().map(|text| Message::new("system", text));
-    let mut conversation =
-        Conversation { session, options, sampling, messages: system.collect(), turns: 0, tokens: 0, last: "no answer yet".into(), last_drafts: None };
+    let mut conversation = Conversation {
+        session,
+        options,
+        sampling,
+        messages: system.collect(),
+        turns: 0,
+        tokens: 0,
+        last: "no answer yet".into(),
+        last_drafts: None,
+    };
     conversation.talk(&mut Input::open()?)
 }
 

@@ -241,7 +241,17 @@ impl Model {
         if verbose {
             tell(format_args!("loaded in {:.2} s", start.elapsed().as_secs_f64()));
         }
-        Ok(Model { name, config, engine, drafter: shown_drafter, decode, storage, dtype: dtype.to_string(), device, verbose: options.verbose })
+        Ok(Model {
+            name,
+            config,
+            engine,
+            drafter: shown_drafter,
+            decode,
+            storage,
+            dtype: dtype.to_string(),
+            device,
+            verbose: options.verbose,
+        })
     }
 
     /// Statistics are for people: at a terminal, or when asked for.

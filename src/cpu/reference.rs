@@ -6,7 +6,7 @@
 //! the weights, never on how many rows share the pass. The inner products are in dot.rs.
 use super::dot::{self, Numbers};
 use crate::decode::policy::Costs;
-use crate::decode::sample::{gumbel, greedy};
+use crate::decode::sample::{greedy, gumbel};
 use crate::decode::{draft_ngram, Backend, Counters, Limits, Record, Sampling, Sequence, StepTime, MAX_DRAFTS};
 use crate::model::config::{Config, Rope};
 use crate::model::draft::DraftModel;
@@ -140,11 +140,8 @@ impl Reference {
                 Some(DraftState { shape: d.shape, map: d.map, cache: Cache::new(kv, capacity), rotary, length: 0 })
             }
         };
-        let vectors = weights
-            .iter()
-            .filter(|(_, w)| w.cols == 1)
-            .map(|(id, w)| Ok((id, floats(w)?)))
-            .collect::<Result<BTreeMap<_, _>>>()?;
+        let vectors =
+            weights.iter().filter(|(_, w)| w.cols == 1).map(|(id, w)| Ok((id, floats(w)?))).collect::<Result<BTreeMap<_, _>>>()?;
         let rotary = Rotary::new(&config.rope, config.head_dim);
         let mut reference = Reference {
             config,
@@ -340,13 +337,13 @@ impl Reference {
         let weight = input.norm.map(|id| &self.vectors[&id]);
         let mut x = Vec::with_capacity(n * input.dim);
         let mut inv = vec![1.0; n];
-        for r in 0..n {
+        for (r, inv) in inv.iter_mut().enumerate() {
             let at = if buffer.kind == BufferKind::Feature { (rows.position + r) % FEATURE_ROWS } else { r };
             let row = &all[at * buffer.dim + input.column..][..input.dim];
             match weight {
                 None => x.extend_from_slice(row),
                 Some(weight) => {
-                    inv[r] = 1.0 / (dot::sum_of_squares(row) / input.dim as f32 + plan.norm_eps).sqrt();
+                    *inv = 1.0 / (dot::sum_of_squares(row) / input.dim as f32 + plan.norm_eps).sqrt();
                     x.extend(row.iter().zip(weight).map(|(x, w)| x * w));
                 }
             }
@@ -728,4 +725,3 @@ impl Backend for Reference {
         Counters::default()
     }
 }
-

@@ -80,10 +80,10 @@ impl Policy {
         let most = MAX_DRAFTS.min(room);
         let mut rates = [1.0 / costs.verify[0]; MAX_DRAFTS + 1];
         let (mut chain, mut expected) = (1.0, 1.0);
-        for k in 1..=most {
+        for (k, rate) in rates.iter_mut().enumerate().skip(1).take(most) {
             chain *= self.acceptance[k - 1];
             expected += chain;
-            rates[k] = expected / (costs.verify[k] + if self.free { 0.0 } else { costs.drafting(k) });
+            *rate = expected / (costs.verify[k] + if self.free { 0.0 } else { costs.drafting(k) });
         }
         if let Some(k) = self.fixed {
             return Choice { drafts: k.min(most), rate: rates[k.min(most)], probe: false };

@@ -204,8 +204,8 @@ fn mass(z: f32) -> u64 {
     if z.is_nan() || z <= -29.0 {
         return 0; // below 2^-41 everything rounds to 0
     }
-    let n = (z * 1.442_695).round_ties_even();
-    let r = n * 2.121_944_4e-4 + (n * -0.693_359_375 + z);
+    let n = (z * std::f32::consts::LOG2_E).round_ties_even();
+    let r = n * 2.121_944_4e-4 + (n * -0.693_359_4 + z);
     let mut e = r * (1.0 / 5040.0) + 1.0 / 720.0;
     for c in [1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
         e = r * e + c;

@@ -197,9 +197,7 @@ impl Speculation {
         if record.end.is_some() {
             return;
         }
-        for (source, policy) in
-            [(Source::Eagle, &mut self.eagle), (Source::Ngram, &mut self.ngram), (Source::Script, &mut self.script)]
-        {
+        for (source, policy) in [(Source::Eagle, &mut self.eagle), (Source::Ngram, &mut self.ngram), (Source::Script, &mut self.script)] {
             match pass.source == source {
                 true => policy.observe(record.drafted, record.accepted),
                 false => policy.rest(record.tokens.len()),

@@ -161,7 +161,8 @@ impl Driver for Cuda {
     }
 
     fn upload(&self, from: &[u8], to: u64) -> Result<()> {
-        Ok(unsafe { result::memcpy_htod_async(to, from, self.stream)? })
+        unsafe { result::memcpy_htod_async(to, from, self.stream)? };
+        Ok(())
     }
 
     fn download(&self, from: u64, to: &mut [u8]) -> Result<()> {
@@ -170,7 +171,8 @@ impl Driver for Cuda {
     }
 
     fn fill(&self, at: u64, byte: u8, bytes: usize) -> Result<()> {
-        Ok(unsafe { result::memset_d8_async(at, byte, bytes, self.stream)? })
+        unsafe { result::memset_d8_async(at, byte, bytes, self.stream)? };
+        Ok(())
     }
 
     fn kernel(&self, name: &str, shared: u32) -> Result<u64> {
@@ -206,11 +208,13 @@ impl Driver for Cuda {
         };
         let mut args = [params.as_ptr() as *mut c_void];
         // Sound: every kernel takes one params struct; Gpu::launch passes the struct that kernels.rs pairs with it.
-        Ok(unsafe { sys::cuLaunchKernelEx(&config, kernel as sys::CUfunction, args.as_mut_ptr(), ptr::null_mut()).result()? })
+        unsafe { sys::cuLaunchKernelEx(&config, kernel as sys::CUfunction, args.as_mut_ptr(), ptr::null_mut()).result()? };
+        Ok(())
     }
 
     fn begin_capture(&self) -> Result<()> {
-        Ok(unsafe { result::stream::begin_capture(self.stream, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)? })
+        unsafe { result::stream::begin_capture(self.stream, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)? };
+        Ok(())
     }
 
     fn end_capture(&self) -> Result<u64> {
@@ -241,7 +245,8 @@ impl Driver for Cuda {
     }
 
     fn record_event(&self, event: u64) -> Result<()> {
-        Ok(unsafe { result::event::record(event as sys::CUevent, self.stream)? })
+        unsafe { result::event::record(event as sys::CUevent, self.stream)? };
+        Ok(())
     }
 
     fn wait_event(&self, event: u64) -> Result<()> {

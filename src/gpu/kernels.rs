@@ -57,7 +57,9 @@ impl Kernels {
     pub fn load(gpu: &Gpu) -> Result<Kernels> {
         let k = |name| gpu.kernel(name, 0);
         let variant = |columns, threads, name| -> Result<LinearVariant> { Ok(LinearVariant { columns, threads, kernel: k(name)? }) };
-        let prefill = |n, m, threads, name| -> Result<PrefillVariant> { Ok(PrefillVariant { n, m, threads, kernel: gpu.kernel(name, PREFILL_SHARED)? }) };
+        let prefill = |n, m, threads, name| -> Result<PrefillVariant> {
+            Ok(PrefillVariant { n, m, threads, kernel: gpu.kernel(name, PREFILL_SHARED)? })
+        };
         Ok(Kernels {
             embed: k("embed")?,
             norm_rows: k("norm_rows")?,

@@ -116,8 +116,13 @@ impl Machine {
         let partials =
             WIDTHS.map(|w| attention_partial_floats(w, config.n_heads, config.n_kv_heads, config.head_dim, chunks) * 4).into_iter().max();
         let partials = partials.expect("there are widths");
-        let other = buffer_bytes.values().sum::<usize>() + normed_bytes + rows * 4 + partials + SAMPLE_SCRATCH_BYTES
-            + config.vocab * (MAX_WIDTH * 8 + 8) + 4 * capacity;
+        let other = buffer_bytes.values().sum::<usize>()
+            + normed_bytes
+            + rows * 4
+            + partials
+            + SAMPLE_SCRATCH_BYTES
+            + config.vocab * (MAX_WIDTH * 8 + 8)
+            + 4 * capacity;
         let needed = layout.bytes() + 2 * kv_bytes + other + (128 << 20);
         let (free, total) = gpu.memory()?;
         if needed > free {
@@ -222,7 +227,9 @@ impl Machine {
                     Ok(graph) => Some(graph),
                     Err(e) if options.require_graphs => return Err(machine(format!("the graph of {pass:?} was not captured: {e:#}"))),
                     Err(e) => {
-                        eprintln!("warning: the graph of {pass:?} was not captured ({e:#}); it runs launch by launch, with the same tokens");
+                        eprintln!(
+                            "warning: the graph of {pass:?} was not captured ({e:#}); it runs launch by launch, with the same tokens"
+                        );
                         None
                     }
                 };

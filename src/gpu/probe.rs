@@ -4,20 +4,21 @@ use super::kernels::Kernels;
 use super::params::{FillParams, ReadParams};
 use anyhow::Result;
 
-/// Best bytes per second of five streaming reads of a buffer far larger than any cache: 8 GiB, or half of what is free.
+/// Best bytes per second of streaming reads of a buffer far larger than any cache: 16 GiB, or half of what is free.
 pub fn read_ceiling(gpu: &Gpu) -> Result<f64> {
     let kernels = Kernels::load(gpu)?;
-    let bytes = (8usize << 30).min(gpu.memory()?.0 / 2) / (1 << 20) * (1 << 20);
+    let bytes = (16usize << 30).min(gpu.memory()?.0 / 2) / (1 << 20) * (1 << 20);
     let (buffer, sink) = (gpu.allocate(bytes)?, gpu.allocate(16)?);
     // Zeros read faster than data (seen on an H200).
     let k = 4096;
-    let params = FillParams { to: buffer.at(0), seed: 1, n: (bytes / 2 / k) as i32, k: k as i32, retiled: 0, constant: 0, scale: 1.0, pad: 0 };
+    let params =
+        FillParams { to: buffer.at(0), seed: 1, n: (bytes / 2 / k) as i32, k: k as i32, retiled: 0, constant: 0, scale: 1.0, pad: 0 };
     let launch = Launch { grid: (8 * gpu.info().n_sms as u32, 1, 1), block: 256, shared: 0, early: false };
     gpu.launch(&kernels.fill_random, launch, &params)?;
     let params = ReadParams { from: buffer.at(0), n: bytes as u64 / 16, sink: sink.at(0) };
-    let launch = Launch { grid: (4 * gpu.info().n_sms as u32, 1, 1), block: 512, shared: 0, early: false };
     let mut best = 0.0f64;
-    for _ in 0..6 {
+    for blocks_an_sm in [2, 4, 2, 4, 2, 4] {
+        let launch = Launch { grid: (blocks_an_sm * gpu.info().n_sms as u32, 1, 1), block: 512, shared: 0, early: false };
         let ms = gpu.time(|| gpu.launch(&kernels.read_ceiling, launch, &params))?;
         best = best.max(bytes as f64 / (ms as f64 / 1e3));
     }

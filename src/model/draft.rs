@@ -153,8 +153,7 @@ impl DraftConfig {
         let inner = eagle.take(LAYER_IDS).map(|ids| ("eagle_config.eagle_aux_hidden_state_layer_ids", ids));
         let layer_ids = match outer.or(inner) {
             Some((key, value)) => {
-                let ids: Option<Vec<usize>> =
-                    value.as_array().and_then(|ids| ids.iter().map(|id| Some(id.as_u64()? as usize)).collect());
+                let ids: Option<Vec<usize>> = value.as_array().and_then(|ids| ids.iter().map(|id| Some(id.as_u64()? as usize)).collect());
                 let ids = ids.with_context(|| format!("config.json: {key}: expected a list of layers, found {value}"))?;
                 // ModelOpt writes an empty list for the default.
                 (!ids.is_empty()).then_some((key, ids))
@@ -250,8 +249,14 @@ fn refuse_sliding(keys: &mut Keys) -> Result<()> {
 /// Keys that trainers write beside those of transformers; none touches the arithmetic of drafting. End tokens are the target's business.
 fn is_of_trainers(key: &str) -> bool {
     const KEYS: [&str; 8] = [
-        "speculators_config", "speculators_version", "has_no_defaults_at_init", "embed_requires_grad", "draft_model_type", "auto_map",
-        "bos_token_id", "eos_token_id",
+        "speculators_config",
+        "speculators_version",
+        "has_no_defaults_at_init",
+        "embed_requires_grad",
+        "draft_model_type",
+        "auto_map",
+        "bos_token_id",
+        "eos_token_id",
     ];
     KEYS.contains(&key)
 }

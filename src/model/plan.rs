@@ -169,19 +169,45 @@ pub struct Attention {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
     /// out = rows of the embedding table.
-    Embed { table: WeightId, tokens: Tokens, out: BufferId, dim: usize },
+    Embed {
+        table: WeightId,
+        tokens: Tokens,
+        out: BufferId,
+        dim: usize,
+    },
     Linear(Linear),
     Attention(Attention),
     /// x += sum of `partial` over ranks in rank order, f32, rounded once; optionally tapped.
-    AllReduce { partial: BufferId, x: BufferId, dim: usize, tap: Option<Tap> },
+    AllReduce {
+        partial: BufferId,
+        x: BufferId,
+        dim: usize,
+        tap: Option<Tap>,
+    },
     /// out = RMSNorm(x) * weight. Only drafters need it on its own (`norm_before_residual`, `norm_output`).
-    Norm { x: BufferId, weight: WeightId, out: BufferId, dim: usize },
+    Norm {
+        x: BufferId,
+        weight: WeightId,
+        out: BufferId,
+        dim: usize,
+    },
     /// Every row sampled, drafts accepted while they equal the sample, end conditions tested, length and history advanced.
-    Accept { logits: BufferId, vocab: usize },
+    Accept {
+        logits: BufferId,
+        vocab: usize,
+    },
     /// out (one row) = the row of x that belongs to the last accepted token.
-    Select { x: BufferId, out: BufferId, dim: usize },
+    Select {
+        x: BufferId,
+        out: BufferId,
+        dim: usize,
+    },
     /// Draft number `draft`, counted from 1: the best of one row of the drafter's logits, as a target id.
-    DraftToken { logits: BufferId, vocab: usize, draft: usize },
+    DraftToken {
+        logits: BufferId,
+        vocab: usize,
+        draft: usize,
+    },
 }
 
 /// One pass of one rank.
@@ -424,12 +450,8 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
     let features = p.buffer("features", d.taps.len() * d.target_hidden, BufferKind::Feature);
     let f = p.buffer("draft_feature", d.hidden, BufferKind::Activation);
     let inputs = if d.fc_norm {
-        let chunk = |i| Input {
-            x: features,
-            dim: d.target_hidden,
-            column: i * d.target_hidden,
-            norm: Some(WeightId::new(Role::FcNorm, Some(i))),
-        };
+        let chunk =
+            |i| Input { x: features, dim: d.target_hidden, column: i * d.target_hidden, norm: Some(WeightId::new(Role::FcNorm, Some(i))) };
         (0..d.taps.len()).map(chunk).collect()
     } else {
         let norm = d.norm_before_fc.then(|| id(Role::FcInputNorm));

@@ -61,7 +61,8 @@ impl D0 {
     /// Replaces a tensor by a random one of another shape, or adds it.
     pub fn random(&mut self, name: &str, shape: &[usize]) -> &mut D0 {
         // Marsaglia's xorshift; the seed is the name.
-        let mut state = name.bytes().fold(0x9e37_79b9_7f4a_7c15u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)) | 1;
+        let mut state =
+            name.bytes().fold(0x9e37_79b9_7f4a_7c15u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)) | 1;
         let mut uniform = || {
             state ^= state << 13;
             state ^= state >> 7;
