@@ -110,10 +110,9 @@ impl Policy {
             let hit = if i < accepted { 1.0 } else { 0.0 };
             self.acceptance[i] += weight * (hit - self.acceptance[i]);
         }
-        // Positions behind the last one tried are not seen: what holds for the last seen one is the best guess, slowly.
-        if drafted > 0 && accepted == drafted {
-            let guess = self.acceptance[drafted - 1];
-            self.acceptance[drafted..].iter_mut().for_each(|a| *a += NEW * (guess - *a));
+        // The position behind the last one tried is not seen: that it does as well is the best guess, slowly, so that it is tried again.
+        if drafted > 0 && drafted < MAX_DRAFTS && accepted == drafted {
+            self.acceptance[drafted] += NEW * (self.acceptance[drafted - 1] - self.acceptance[drafted]);
         }
     }
 
