@@ -104,8 +104,12 @@ impl Policy {
     /// What a cycle with `drafted` drafts of this source did.
     pub fn observe(&mut self, drafted: usize, accepted: usize) {
         // A probe is rare, so what it sees weighs more.
-        let weight = if self.idle >= PROBE_TOKENS { 2.0 * NEW } else { NEW };
-        self.idle = 0;
+        let probe = self.idle >= PROBE_TOKENS;
+        let weight = if probe { 2.0 * NEW } else { NEW };
+        // A probe that hits is followed by another at once.
+        if !probe || accepted < drafted {
+            self.idle = 0;
+        }
         for i in 0..drafted.min(accepted + 1) {
             let hit = if i < accepted { 1.0 } else { 0.0 };
             self.acceptance[i] += weight * (hit - self.acceptance[i]);
