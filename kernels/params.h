@@ -299,6 +299,25 @@ struct DraftParams {
 };
 static_assert(sizeof(DraftParams) == 80, "DraftParams");
 
+// Where the rows of a draft pass stand; device memory, written by draft_begin at the start of each.
+struct DraftRows {
+  int start;            // State.draft_length before the pass: row 0 of the extend
+  int rows;             // rows of the extend: up to the target's length, or one less
+  int last;             // rows - 1, the row that the first draft comes from
+  int one;              // 1: rows of the steps behind it
+  int positions[16];    // positions[n]: where the row of draft n (from 1) stands
+};
+static_assert(sizeof(DraftRows) == 80, "DraftRows");
+
+// For draft_begin: one warp. Moves State.draft_length to the end of the pass that begins.
+struct DraftBeginParams {
+  State* state;
+  DraftRows* draft;
+  int max_rows;         // of the pass
+  int behind;           // rows to leave for a later pass: 0, or 1 so that an extend has a last row
+};
+static_assert(sizeof(DraftBeginParams) == 24, "DraftBeginParams");
+
 // For ngram_draft: grid (any number of blocks), 256 threads.
 struct NgramParams {
   State* state;
@@ -312,3 +331,17 @@ struct NgramParams {
   int pad;
 };
 static_assert(sizeof(NgramParams) == 56, "NgramParams");
+
+// ---- copy.cu: copy_rows ----
+struct CopyParams {
+  const bf16* from;        // [from_mask + 1 rows at least][dim]; row i is (i + *from_start) & from_mask (start null: 0)
+  bf16* to;                // likewise
+  const int* from_start;
+  const int* to_start;
+  const int* n_rows;       // as in LinearParams
+  int rows;
+  int dim;                 // multiple of 8
+  int from_mask;           // a power of two less 1, or -1
+  int to_mask;
+};
+static_assert(sizeof(CopyParams) == 56, "twin in Rust");

@@ -37,8 +37,8 @@ fn model(name: &str) -> (Config, Weights) {
 fn machine_with(name: &str, fail_capture: fn(Pass) -> bool) -> Machine {
     let (config, weights) = model(name);
     let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
-    let options = Options { context: 200, require_graphs: false, fail_capture };
-    Machine::new(gpu, config, Source::Checkpoint(&weights), &options, &mut |_, _| {}).unwrap()
+    let options = Options { context: 200, drafter: None, ngram: false, require_graphs: false, fail_capture };
+    Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap()
 }
 
 fn machine(name: &str) -> Machine {
@@ -171,7 +171,7 @@ fn qwen3() {
 fn o20_require_graphs_refuses() {
     let (config, weights) = model("llama");
     let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
-    let options = Options { context: 200, require_graphs: true, fail_capture: |pass| pass == Pass::Prefill { rows: 64 } };
-    let error = Machine::new(gpu, config, Source::Checkpoint(&weights), &options, &mut |_, _| {}).err().unwrap();
+    let options = Options { context: 200, drafter: None, ngram: false, require_graphs: true, fail_capture: |pass| pass == Pass::Prefill { rows: 64 } };
+    let error = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).err().unwrap();
     assert!(format!("{error:#}").contains("Prefill { rows: 64 }"), "{error:#}");
 }
