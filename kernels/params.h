@@ -235,18 +235,26 @@ struct ReadParams {
 static_assert(sizeof(ReadParams) == 24, "twin in Rust");
 
 // ---- attention.cu ----
+#ifndef FINE_END
+#define FINE_END 1024
+#endif
 enum {
   kAttentionStep = 64,            // positions whose scores share one maximum before they are folded
-  kAttentionNarrowEnd = 2048,     // chunks are 64 wide below, 256 up to kAttentionMiddleEnd, 1024 beyond
-  kAttentionMiddleEnd = 16384,
+  kAttentionWideBegin = 16384,    // chunks are 256 wide below, 1024 from here
+  kAttentionFineEnd = FINE_END,       // decode passes that end by here may give each block a step instead of a chunk
   kAttentionMaxRows = 16          // of a decode or verify pass
 };
 // The chunks of the KV cache: the chunk of a position, and the first position of a chunk. Absolute, so that bits depend on the position alone.
 __host__ __device__ inline int attention_chunk_of(int position) {
-  return position < kAttentionNarrowEnd ? position / 64 : position < kAttentionMiddleEnd ? 32 + (position - kAttentionNarrowEnd) / 256 : 88 + (position - kAttentionMiddleEnd) / 1024;
+  return position < kAttentionWideBegin ? position / 256 : 64 + (position - kAttentionWideBegin) / 1024;
 }
 __host__ __device__ inline int attention_chunk_begin(int chunk) {
-  return chunk < 32 ? chunk * 64 : chunk < 88 ? kAttentionNarrowEnd + (chunk - 32) * 256 : kAttentionMiddleEnd + (chunk - 88) * 1024;
+  return chunk < 64 ? chunk * 256 : kAttentionWideBegin + (chunk - 64) * 1024;
+}
+// Blocks a KV head that decode passes need which end at position n or before: it grows with n.
+__host__ __device__ inline int attention_blocks(int n) {
+  const int steps = (n < kAttentionFineEnd ? n + kAttentionStep - 1 : kAttentionFineEnd) / kAttentionStep, chunks = attention_chunk_of(n - 1) + 1;
+  return steps > chunks ? steps : chunks;
 }
 // All attention kernels of a layer. Row i is at position *length + i, for i < min(*rows, max_rows); length + rows may not exceed capacity. Every element of
 // v_cache that has no position yet must be finite (zero it once).
