@@ -91,6 +91,8 @@ impl Cuda {
         let sm = (10 * major + minor) as u32;
         check_sm(&name, sm, fatbins::ARCHS, fatbins::PTX)?;
         let n_sms = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
+        let clock_mhz = attribute(CU_DEVICE_ATTRIBUTE_CLOCK_RATE)? as usize / 1000;
+        let memory_clock_mhz = attribute(CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)? as usize / 1000;
         fatbins::check()?;
         // Sound: released in Drop.
         let context = unsafe { result::primary_ctx::retain(device)? };
@@ -102,7 +104,7 @@ impl Cuda {
             let module = unsafe { result::module::load_data(image.as_ptr() as *const c_void) };
             modules.push(module.map_err(|e| machine(format!("the driver cannot load the kernels of {file} on {name} ({e})")))?);
         }
-        let info = Info { name, sm, n_sms, driver };
+        let info = Info { name, sm, n_sms, clock_mhz, memory_clock_mhz, driver };
         Ok(Cuda { info, device, stream, modules, graphs: RefCell::new(Vec::new()) })
     }
 }
