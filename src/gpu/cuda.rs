@@ -263,3 +263,47 @@ impl Driver for Cuda {
         let _ = unsafe { result::event::destroy(event as sys::CUevent) };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::{exit_code, MACHINE};
+
+    /// An error of the machine whose one line says all of `parts`.
+    fn refused(result: Result<()>, parts: &[&str]) {
+        let error = result.expect_err("it must be refused");
+        let line = error.to_string();
+        assert_eq!(exit_code(&error), MACHINE, "{line}");
+        assert!(parts.iter().all(|part| line.contains(part)) && !line.contains('\n'), "{line}");
+    }
+
+    #[test]
+    fn old_drivers_are_refused() {
+        refused(check_version(11080), &["supports CUDA 11.8", "needs 12.4", "--device cpu"]);
+        refused(check_version(NEEDED_DRIVER - 10), &["12.3"]);
+        check_version(NEEDED_DRIVER).unwrap();
+        check_version(13000).unwrap();
+    }
+
+    /// The rule: machine code where it was built, else portable code on every later chip, whatever its family; older chips never.
+    #[test]
+    fn chips_run_machine_code_or_later_portable_code() {
+        let check = |sm| check_sm("A card", sm, &[90, 120], 90);
+        for sm in [90, 100, 103, 120, 121, 130] {
+            check(sm).unwrap();
+        }
+        for (sm, text) in [(75, "7.5"), (80, "8.0"), (89, "8.9")] {
+            refused(check(sm), &["A card", text, "9.0, 12.0", "portable code for 9.0", "--device cpu"]);
+        }
+    }
+
+    #[test]
+    fn a_missing_driver_is_a_plain_sentence() {
+        // Sound: only looks for the library.
+        if unsafe { sys::is_culib_present() } {
+            return;
+        }
+        refused(driver_version().map(drop), &["no NVIDIA driver", "libcuda.so.1", "--device cpu"]);
+        refused(Cuda::open(0).map(drop), &["no NVIDIA driver"]);
+    }
+}
