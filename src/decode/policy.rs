@@ -104,16 +104,19 @@ impl Policy {
     /// What a cycle with `drafted` drafts of this source did.
     pub fn observe(&mut self, drafted: usize, accepted: usize) {
         // A probe is rare, so what it sees weighs more.
-        let weight = if self.idle >= PROBE_TOKENS { 2.0 * NEW } else { NEW };
-        self.idle = 0;
+        let probe = self.idle >= PROBE_TOKENS;
+        let weight = if probe { 2.0 * NEW } else { NEW };
+        // A probe that hits is followed by another at once.
+        if !probe || accepted < drafted {
+            self.idle = 0;
+        }
         for i in 0..drafted.min(accepted + 1) {
             let hit = if i < accepted { 1.0 } else { 0.0 };
             self.acceptance[i] += weight * (hit - self.acceptance[i]);
         }
-        // Positions behind the last one tried are not seen: what holds for the last seen one is the best guess, slowly.
-        if drafted > 0 && accepted == drafted {
-            let guess = self.acceptance[drafted - 1];
-            self.acceptance[drafted..].iter_mut().for_each(|a| *a += NEW * (guess - *a));
+        // The position behind the last one tried is not seen: that it does as well is the best guess, slowly, so that it is tried again.
+        if drafted > 0 && drafted < MAX_DRAFTS && accepted == drafted {
+            self.acceptance[drafted] += NEW * (self.acceptance[drafted - 1] - self.acceptance[drafted]);
         }
     }
 
