@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::rc::Rc;
 use std::sync::OnceLock;
+use volley::cmd::bench::token_ids;
+use volley::cmd::{check, doctor};
 use volley::cpu::Reference;
 use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling, Sequence};
 use volley::gpu::device::Gpu;
@@ -26,9 +28,12 @@ fn library() -> &'static Path {
 }
 
 fn model(name: &str) -> (Config, Weights) {
-    let dir = Path::new("tests/data/tiny").join(name);
-    let config = Config::open(&dir).unwrap();
-    let checkpoint = Checkpoint::open(&dir, Read::Mmap).unwrap();
+    open(&Path::new("tests/data/tiny").join(name))
+}
+
+fn open(dir: &Path) -> (Config, Weights) {
+    let config = Config::open(dir).unwrap();
+    let checkpoint = Checkpoint::open(dir, Read::Mmap).unwrap();
     let weights = claim(&Table::builtin().unwrap(), &config, &checkpoint).unwrap();
     weights.load(&mut |_, _| {}).unwrap();
     (config, weights)
@@ -174,4 +179,44 @@ fn o20_require_graphs_refuses() {
     let options = Options { context: 200, drafter: None, ngram: false, require_graphs: true, fail_capture: |pass| pass == Pass::Prefill { rows: 64 } };
     let error = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).err().unwrap();
     assert!(format!("{error:#}").contains("Prefill { rows: 64 }"), "{error:#}");
+}
+
+/// What `volley doctor` checks, on the models it makes: sizes that do not divide evenly, heads of 64 and 128, biases, q/k norms.
+#[test]
+fn checks_of_doctor_hold() {
+    for shape in doctor::SHAPES {
+        let dir = tempfile::tempdir().unwrap();
+        shape.write(dir.path()).unwrap();
+        let (config, weights) = open(dir.path());
+        let ids = token_ids(check::STEP_ROWS, config.vocab);
+        let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+        let options = Options { context: 200, require_graphs: true, fail_capture: |_| false };
+        let mut m = Machine::new(gpu, config.clone(), Source::Checkpoint(&weights), &options, &mut |_, _| {}).unwrap();
+        let mut r = Reference::new(config.clone(), weights, 200, None, false).unwrap();
+        let hold = |held: anyhow::Result<String>| println!("{}: {}", shape.name, held.unwrap_or_else(|e| panic!("{}: {e:#}", shape.name)));
+        hold(check::steps(&mut m, &mut r, &ids));
+        hold(check::widths(&mut m, &ids[..72]));
+        hold(check::chunks(&mut m, &ids[..70]));
+        hold(check::graphs(&mut m, &ids[..90]));
+        hold(check::sampling(&mut m, &ids));
+        hold(check::drafts(&mut m, &ids));
+    }
+}
+
+/// A reference that turns keys and queries otherwise, or adds no bias, differs first where that shows.
+#[test]
+fn the_first_wrong_step_is_named() {
+    type Spoil = fn(&mut Config);
+    let cases: [(&str, Spoil, &str); 3] = [
+        ("llama", |c| c.rope.theta = 5e5, "layers.0.attention"),
+        ("qwen3", |c| c.qk_norm = false, "layers.0.attention"),
+        ("qwen2", |c| c.qkv_bias = false, "layers.0.qkv"),
+    ];
+    for (name, spoil, step) in cases {
+        let (mut config, weights) = model(name);
+        spoil(&mut config);
+        let mut r = Reference::new(config, weights, 200, None, false).unwrap();
+        let failed = check::steps(&mut machine(name), &mut r, &token_ids(check::STEP_ROWS, 512)).unwrap_err().to_string();
+        assert!(failed.contains(step), "{name}: {failed}");
+    }
 }

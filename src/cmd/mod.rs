@@ -4,6 +4,8 @@
 pub mod answer;
 pub mod bench;
 pub mod chat;
+pub mod check;
+pub mod doctor;
 pub mod run;
 pub mod signal;
 mod stats;
@@ -31,6 +33,11 @@ pub const COMMIT: &str = match option_env!("VOLLEY_COMMIT") {
 };
 
 const DEFAULT_MODEL: &str = "models/smollm2-135m-instruct";
+
+/// Name, version, commit, and the kernels inside.
+pub fn version() -> String {
+    format!("volley {} ({COMMIT})\nkernels: {}", env!("CARGO_PKG_VERSION"), gpu::fatbins::built_with())
+}
 
 /// Without `--context`, KV caches on the CPU stay below this.
 const DEFAULT_KV_BYTES: u64 = 1 << 30;

@@ -19,7 +19,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Every kernel, resolved at start.
 pub struct Kernels {
     embed: Kernel,
-    norm_rows: Kernel,
+    pub norm_rows: Kernel,
     linear: Vec<LinearVariant>,
     /// For up to 64 rows, and for more.
     linear_prefill: [PrefillVariant; 2],

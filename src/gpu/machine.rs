@@ -11,10 +11,11 @@ use crate::decode::{Backend, Counters, End, Limits, Record, Sampling, StepTime, 
 use crate::error::{internal, machine};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
-use crate::model::plan::{self, BufferKind, Pass, Plan, Ranks, Step, Storage, FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS};
-use crate::model::weights::{Role, WeightId, Weights};
+use crate::model::plan::{self, BufferId, BufferKind, Epilogue, Pass, Plan, Ranks, Step, Storage, FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS};
+use crate::model::weights::{Role, Weight, WeightId};
 use anyhow::{bail, Context, Result};
 use bytemuck::Zeroable;
+use half::bf16;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
@@ -388,6 +389,70 @@ impl Machine {
         }
     }
 
+    /// For checks: a pass over `tokens` at positions `position ..`, whatever was sampled before, as its graph or launch by launch; waits for it.
+    /// Rows of the positions before are in the cache already.
+    pub fn force(&mut self, pass: Pass, tokens: &[u32], position: usize, eager: bool) -> Result<()> {
+        self.place(pass, tokens, position)?;
+        let end = position + tokens.len();
+        if eager {
+            self.launcher(pass, self.chunks(pass, end), Choice::Greedy).run()?;
+            self.passes = self.passes.wrapping_add(1);
+        } else {
+            self.queue(pass, end)?;
+        }
+        self.gpu.synchronize()
+    }
+
+    /// For checks: every step of a pass but `Accept`, one launch at a time, and its output shown to `observe`, as cpu::Reference::run does: the
+    /// step, its output [rows, dim] and dim.
+    pub fn run(&mut self, pass: Pass, tokens: &[u32], position: usize, observe: &mut dyn FnMut(&Step, &[f32], usize)) -> Result<()> {
+        self.place(pass, tokens, position)?;
+        let launcher = self.launcher(pass, self.chunks(pass, position + tokens.len()), Choice::Greedy);
+        for (i, step) in launcher.plan.steps.iter().enumerate() {
+            let Some(out) = output(step) else { continue };
+            launcher.step(i).with_context(|| format!("step {}", step.name()))?;
+            let buffer = launcher.plan.buffer(out);
+            let (at, n) = (self.arena.buffers[buffer.name].at(0), tokens.len() * buffer.dim);
+            let numbers = match buffer.kind {
+                BufferKind::Logits => self.gpu.download(at, n)?,
+                _ => self.gpu.download::<u16>(at, n)?.into_iter().map(|bits| bf16::from_bits(bits).to_f32()).collect(),
+            };
+            observe(step, &numbers, buffer.dim);
+        }
+        Ok(())
+    }
+
+    /// For checks: what a pass should write becomes NaN in activations and logits, and 12.06 in the cache, where rows that are masked out are
+    /// multiplied by zero.
+    pub fn poison(&mut self) -> Result<()> {
+        for memory in self.arena.buffers.values() {
+            self.gpu.fill(memory.at(0), 0xff, memory.bytes())?;
+        }
+        for memory in [&self.arena.keys, &self.arena.values] {
+            self.gpu.fill(memory.at(0), 0x41, memory.bytes())?;
+        }
+        self.gpu.synchronize()
+    }
+
+    /// A greedy sequence without limits whose next pass has these rows.
+    fn place(&mut self, pass: Pass, tokens: &[u32], position: usize) -> Result<()> {
+        let plan = &self.plans.get(&pass).with_context(|| format!("{pass:?} is not a pass of this machine"))?.0;
+        if tokens.is_empty() || tokens.len() > plan.rows() || position + tokens.len() > self.context + MAX_WIDTH {
+            bail!("{} rows at position {position}: the plan has {} rows, the context {}", tokens.len(), plan.rows(), self.context);
+        }
+        let limits = Limits { end_ids: Vec::new(), max_tokens: usize::MAX, context: usize::MAX >> 33 };
+        self.begin(&tokens[..1], 0, &Sampling::default(), &limits)?;
+        let ids: Vec<i32> = tokens.iter().map(|&id| id as i32).collect();
+        let mut state = State { length: position as i32, rows: ids.len() as i32, root: ids[0], history_length: position as i32 + 1, ..State::zeroed() };
+        if let Pass::Prefill { .. } = pass {
+            self.stage(&ids, self.arena.history.at(4 * position))?;
+        } else {
+            state.n_drafts = ids.len() as i32 - 1;
+            state.drafts[..ids.len() - 1].copy_from_slice(&ids[1..]);
+        }
+        self.set_state(&state)
+    }
+
     /// Logits of the first `rows` rows of the last verify pass, [rows, vocab]; waits for it.
     pub fn logits(&self, rows: usize) -> Result<Vec<f32>> {
         self.gpu.download(self.arena.buffers["logits"].at(0), rows * self.config.vocab)
@@ -398,6 +463,19 @@ impl Machine {
         let cache = &self.arena.cache;
         let n = cache.keys.bytes() / 2;
         Ok((self.gpu.download(cache.keys.at(0), n)?, self.gpu.download(cache.values.at(0), n)?))
+    }
+
+    /// Positions `0 .. n` of `kv`: keys [layer][kv head][n][head_dim], then values [layer][kv head][head_dim][n].
+    pub fn kv_rows(&self, n: usize) -> Result<Vec<u16>> {
+        let (keys, values) = self.kv()?;
+        let (capacity, dim) = (self.arena.capacity, self.config.head_dim);
+        let mut rows: Vec<u16> = keys.chunks_exact(capacity * dim).flat_map(|head| &head[..n * dim]).copied().collect();
+        rows.extend(values.chunks_exact(capacity).flat_map(|row| &row[..n]));
+        Ok(rows)
+    }
+
+    pub fn config(&self) -> &Config {
+        &self.config
     }
 
     pub fn gpu(&self) -> &Gpu {
@@ -422,9 +500,10 @@ fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>) -> Ve
         aliases.push((id(Role::Embed), id(Role::Head)));
     }
     if let (Some(drafter), Source::Checkpoint(target)) = (drafter, source) {
-        let tensor = |weights: &Weights, role| weights.find(id(role)).map(|w| (w.parts[0].name.clone(), w.parts[0].file.clone(), w.parts[0].shape.clone()));
+        let same_tensor = |a: Option<&Weight>, b: Option<&Weight>| a.zip(b).is_some_and(|(a, b)| a.parts[0].is(&b.parts[0]));
         for role in [Role::DraftEmbed, Role::DraftHead] {
-            let same = [Role::Head, Role::Embed].into_iter().find(|&r| tensor(target, r) == tensor(&drafter.weights, role));
+            let own = drafter.weights.find(id(role));
+            let same = [Role::Head, Role::Embed].into_iter().find(|&r| same_tensor(target.find(id(r)), own));
             aliases.extend(same.map(|r| (id(role), if config.tied { id(Role::Head) } else { id(r) })));
         }
     }
@@ -442,6 +521,20 @@ fn check_drafter(drafter: &DraftModel) -> Result<()> {
         bail!("drafter {}: head_dim {}: the GPU backend has attention kernels for 64 and 128; use --draft none", drafter.name, s.head_dim);
     }
     Ok(())
+}
+
+/// What a step writes; None for steps that choose tokens.
+fn output(step: &Step) -> Option<BufferId> {
+    match step {
+        Step::Embed { out, .. } | Step::Norm { out, .. } | Step::Select { out, .. } => Some(*out),
+        Step::Attention(a) => Some(a.out),
+        Step::AllReduce { x, .. } => Some(*x),
+        Step::Linear(l) => match l.epilogue {
+            Epilogue::Store { out } | Epilogue::SiluMul { out } | Epilogue::Partial { out } | Epilogue::Logits { out } => Some(out),
+            Epilogue::Residual { x, .. } => Some(x),
+        },
+        Step::Accept { .. } | Step::DraftToken { .. } => None,
+    }
 }
 
 impl Drop for Machine {
