@@ -3,16 +3,19 @@
 // does, which costs a second set of accumulators. A norm is applied by norm_rows before (x * norm, and inv per row for the end).
 //
 // Grid: (token tiles, weight tiles): blocks that share weights run together, so that weights are read from memory once. Block: kWarpsN x kWarpsM warps, each
-// kTiles 16-row tiles x kColumns 8-token columns. Shared memory: a ring of steps of kStep 32-k blocks, filled by cp.async: [stages][weights [tile][kStep][2][32],
-// tokens [kStep][kM][4]] uint4; every read of fragments is 512 contiguous bytes a warp. Fragments are read one 16-k half ahead of their mma, across the step's
-// one barrier too. A prefill needs no early residency (its kernels are long), so it is exempt from the 48 KB rule: the ring takes up to the 96 KB that sm_120 has.
+// kTiles 16-row tiles x kColumns 8-token columns. Shared memory: a ring of steps of 64 k, filled by cp.async: [stages][weights [tile][2 blocks][2][32],
+// tokens [2 blocks][kM][4]] uint4; every read of fragments is 512 contiguous bytes a warp. Fragments are read one 16-k half ahead of their mma, across the step's
+// one barrier too. A prefill needs no early residency (its kernels are long), so it is exempt from the 48 KB rule: the ring takes the 96 KB that sm_120 has.
+//
+// H200, all linears of Llama 3.1 8B: 512 rows 25 ms (285 TFLOP/s; mma.sync alone reaches 490), 64 rows 7.5 ms. What did not help there: 6 stages for the large
+// tile, 8 warps or 32 weight rows for the small one, copies spread over the step between the mma.
+#include <type_traits>
 #include "linear_row.cuh"
 
 namespace {
-// Stages of the ring, and shared memory of a launch: the host passes it, and raises the limit of the function once.
-__host__ __device__ constexpr int prefill_stage_bytes(int n_tile, int m_tile, int step) { return step * (n_tile / 16 * 64 + m_tile * 4) * 16; }
-__host__ __device__ constexpr int prefill_stages(int n_tile, int m_tile, int step, int ring) { return ring / prefill_stage_bytes(n_tile, m_tile, step); }
-__host__ __device__ constexpr int prefill_shared_bytes(int n_tile, int m_tile, int ring = 96 << 10) { return prefill_stages(n_tile, m_tile, 2, ring) * prefill_stage_bytes(n_tile, m_tile, 2); }
+constexpr int kStep = 2;   // 32-k blocks of a step
+// Bytes of the ring, which are the dynamic shared memory of a launch; the host raises the limit of the function once.
+constexpr int kPrefillRing = 96 << 10, kPrefillDeepRing = 192 << 10;
 
 // Stores outputs n .. n + kCount of a row, as store_output does: in whole words (`words`; extra is then the residual), or one by one.
 template <int kCount>
@@ -48,12 +51,13 @@ __device__ __forceinline__ void store_row(const LinearParams& p, int row, int n,
   }
 }
 
-template <int kTiles, int kColumns, int kWarpsN, int kWarpsM, int kParts, int kRing = 96 << 10, int kStep = 2>
+template <int kTiles, int kColumns, int kWarpsN, int kWarpsM, int kParts, int kRing>
 __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
-  constexpr int kThreads = kWarpsN * kWarpsM * 32, kNTiles = kTiles * kWarpsN, kM = kColumns * kWarpsM * 8, kStages = prefill_stages(kNTiles * 16, kM, kStep, kRing);
-  constexpr int kWeightWords = kNTiles * kStep * 64, kTokenWords = kM * kStep * 4, kStageWords = kWeightWords + kTokenWords;
+  constexpr int kThreads = kWarpsN * kWarpsM * 32, kNTiles = kTiles * kWarpsN, kM = kColumns * kWarpsM * 8;
+  constexpr int kWeightWords = kNTiles * kStep * 64, kTokenWords = kM * kStep * 4, kStageWords = kWeightWords + kTokenWords, kStages = kRing / (kStageWords * 16);
   constexpr int kTileStride = kThreads / (kStep * 64), kRowStride = kThreads / (kStep * 4);   // between two copies of a thread
-  static_assert(kThreads % (kStep * 64) == 0 && kWeightWords % kThreads == 0 && kTokenWords % kThreads == 0 && kStages >= 3, "copies divide evenly");
+  static_assert(kThreads % (kStep * 64) == 0 && kWeightWords % kThreads == 0 && kTokenWords % kThreads == 0, "copies divide evenly");
+  static_assert(kRing % (kStageWords * 16) == 0 && kStages >= 3, "the ring is whole steps");
   DYN_SMEM(uint4, ring);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int warp_n = warp % kWarpsN * kTiles, warp_m = warp / kWarpsN * kColumns;   // in tiles, in columns of 8
@@ -61,51 +65,37 @@ __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
   auto steps_of = [&](int i) { return (k_blocks_of(p.part[i].k) + kStep - 1) / kStep; };
   const int n_steps0 = steps_of(0), n_steps = n_steps0 + (kParts > 1 ? steps_of(1) : 0);
 
-  // A thread's copies of the next step. A step that K does not fill, rows and tiles that are not there are zeros: they change no bits, since a sum is never -0.
-  constexpr int kWeightCopies = kWeightWords / kThreads, kCopies = kStageWords / kThreads;
-  const int my_tile = first_tile + threadIdx.x / (kStep * 64), my_row = first_token + threadIdx.x / (kStep * 4), my_block = threadIdx.x / 64 % kStep, my_k = threadIdx.x % (kStep * 4) * 8;
-  const uint4* weights_from;
-  const bf16* tokens_from;
+  // Copies of a step. A step that K does not fill, rows and tiles that are not there are zeros: they change no bits, since a sum of segments is never -0.
+  const int my_tile = first_tile + threadIdx.x / (kStep * 64), my_row = first_token + threadIdx.x / (kStep * 4);
+  const int my_block = threadIdx.x / 64 % kStep, my_k = threadIdx.x % (kStep * 4) * 8;
   int n_rows = 0;
-  auto part_of = [&](int step) { return kParts > 1 && step >= n_steps0; };
-  auto first_block_of = [&](int step) { return (step - (part_of(step) ? n_steps0 : 0)) * kStep; };
-  auto enter_weights = [&](int i) { weights_from = p.part[i].weights + (size_t)my_tile * k_blocks_of(p.part[i].k) * 64 + threadIdx.x % (kStep * 64); };
-  auto enter_tokens = [&](int i) { tokens_from = p.part[i].x + (size_t)my_row * p.part[i].x_stride + my_k; };
-  auto copy_weights = [&](int step, uint4* to, int i) {
-    const int k_blocks = k_blocks_of(p.part[part_of(step)].k);
-    copy_async(to + threadIdx.x + i * kThreads, weights_from + (size_t)(i * kTileStride) * k_blocks * 64, first_block_of(step) + my_block < k_blocks && my_tile + i * kTileStride < p.n_tiles);
+  auto fetch_weights = [&](int step, uint4* to) {
+    const int i = kParts > 1 && step >= n_steps0, first_block = (step - (i ? n_steps0 : 0)) * kStep, k_blocks = k_blocks_of(p.part[i].k);
+    const uint4* from = p.part[i].weights + ((size_t)my_tile * k_blocks + first_block) * 64 + threadIdx.x % (kStep * 64);
+    const bool in_k = first_block + my_block < k_blocks;
+#pragma unroll
+    for (int w = 0; w < kWeightWords / kThreads; w++)
+      copy_async(to + threadIdx.x + w * kThreads, from + (size_t)(w * kTileStride) * k_blocks * 64, in_k && my_tile + w * kTileStride < p.n_tiles);
   };
-  // Rows swap places pairwise in odd blocks: then the 128 bytes of a row that 8 threads copy lie in all banks.
-  const int tokens_to = kWeightWords + my_k / 32 * kM * 4 + ((threadIdx.x / (kStep * 4) * 4 + (threadIdx.x & 3)) ^ (my_k / 32 % 2 * 4));
-  auto copy_tokens = [&](int step, uint4* to, int i) {
-    const LinearPart& part = p.part[part_of(step)];
-    copy_async(to + tokens_to + i * kRowStride * 4, tokens_from + (size_t)(i * kRowStride) * part.x_stride, first_block_of(step) * 32 + my_k < part.k && my_row + i * kRowStride < n_rows);
+  auto fetch_tokens = [&](int step, uint4* to) {
+    const int i = kParts > 1 && step >= n_steps0, k = (step - (i ? n_steps0 : 0)) * kStep * 32 + my_k, stride = p.part[i].x_stride;
+    const bf16* from = p.part[i].x + (size_t)my_row * stride + k;
+    // Rows swap places pairwise in odd blocks: then the 128 bytes of a row that 8 threads copy lie in all banks.
+    uint4* at = to + kWeightWords + my_k / 32 * kM * 4 + ((threadIdx.x / (kStep * 4) * 4 + (threadIdx.x & 3)) ^ (my_k / 32 % 2 * 4));
+    const bool in_k = k < p.part[i].k;
+#pragma unroll
+    for (int w = 0; w < kTokenWords / kThreads; w++)
+      copy_async(at + w * kRowStride * 4, from + (size_t)(w * kRowStride) * stride, in_k && my_row + w * kRowStride < n_rows);
   };
   static_assert(kRowStride % 2 == 0, "the swap is the same for all copies of a thread");
-  auto next_weights = [&](int step) {
-    weights_from += kStep * 64;
-    if (kParts > 1 && step + 1 == n_steps0) enter_weights(1);
-  };
-  auto next_tokens = [&](int step) {
-    tokens_from += kStep * 32;
-    if (kParts > 1 && step + 1 == n_steps0) enter_tokens(1);
-  };
 
-  enter_weights(0);
-  for (int s = 0; s < kStages - 1; s++) {
-#pragma unroll
-    for (int i = 0; i < kWeightCopies; i++) copy_weights(s, ring + s * kStageWords, i);
-    next_weights(s);
-  }
+  for (int s = 0; s < kStages - 1; s++) if (s < n_steps) fetch_weights(s, ring + s * kStageWords);
   pdl_launch_dependents();
   pdl_wait();
   n_rows = p.n_rows ? min(*p.n_rows, p.rows) : p.rows;
   if (first_token >= n_rows) return;
-  enter_tokens(0);
   for (int s = 0; s < kStages - 1; s++) {
-#pragma unroll
-    for (int i = 0; i < kCopies - kWeightCopies; i++) copy_tokens(s, ring + s * kStageWords, i);
-    next_tokens(s);
+    if (s < n_steps) fetch_tokens(s, ring + s * kStageWords);
     copy_async_commit();
   }
 
@@ -157,20 +147,20 @@ __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
     slot = slot + 1 == kStages ? 0 : slot + 1;
 #pragma unroll
     for (int q = 0; q < kStep * 2; q++) {
-      if (q + 1 < kStep * 2) read_weights(stage, q + 1);
-      // The copies are spread over the step.
-#pragma unroll
-      for (int i = q * kCopies / (kStep * 2); i < (q + 1) * kCopies / (kStep * 2); i++)
-        if (i < kWeightCopies) copy_weights(step + kStages - 1, free_slot, i); else copy_tokens(step + kStages - 1, free_slot, i - kWeightCopies);
-      if (q + 1 == kStep * 2) {
-        next_weights(step + kStages - 1);
-        next_tokens(step + kStages - 1);
-        copy_async_commit();
+      if (q + 1 < kStep * 2) {
+        read_weights(stage, q + 1);
+      } else {
         copy_async_wait<kStages - 2>();
 #ifndef PLANT_MISSING_BARRIER
         __syncthreads();   // all copies of the next step are in, all reads of this one are done
 #endif
         read_weights(ring + slot * kStageWords, 0);
+      }
+      if (q == 0) {
+        if (step + kStages - 1 < n_steps) fetch_weights(step + kStages - 1, free_slot);
+      } else if (q == 1) {
+        if (step + kStages - 1 < n_steps) fetch_tokens(step + kStages - 1, free_slot);
+        copy_async_commit();
       }
       if (q % 2 == 0 && left == 0) {
         multiply(q, stage, std::true_type());
@@ -190,7 +180,7 @@ __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
   // The sums change places through shared memory (the ring is done with), so that a thread gets a tile's outputs of one row: [kM][kNTiles][16] floats, padded so
   // that neither side has bank conflicts.
   constexpr int kTilePitch = 20, kRowPitch = kNTiles * kTilePitch + 4, kItems = kM * kNTiles / kThreads, kItemRows = kThreads / kNTiles;
-  static_assert(kM * kNTiles % kThreads == 0 && kM * kRowPitch * 4 <= kStages * kStageWords * 16, "the sums fit where the ring was");
+  static_assert(kM * kNTiles % kThreads == 0 && kM * kRowPitch * 4 <= kRing, "the sums fit where the ring was");
   float* sums = reinterpret_cast<float*>(ring);
   __syncthreads();
   for_each([&](int r, int c, int e) {
@@ -230,13 +220,9 @@ __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
 }
 }  // namespace
 
-// linear_prefill_<weight rows>x<tokens of a block>; the small one also takes two parts. Shared memory: prefill_shared_bytes.
-KERNEL(linear_prefill_128x128, LinearParams, 256, 1) { linear_prefill<4, 4, 2, 4, 1>(p); }
-KERNEL(linear_prefill_128x128_s6, LinearParams, 256, 1) { linear_prefill<4, 4, 2, 4, 1, 192 << 10>(p); }
-KERNEL(linear_prefill_64x64, LinearParams, 128, 2) { linear_prefill<2, 4, 2, 2, 1>(p); }
-KERNEL(linear_prefill_64x64_s12, LinearParams, 128, 1) { linear_prefill<2, 4, 2, 2, 1, 192 << 10>(p); }
-KERNEL(linear_prefill_64x64_w8a, LinearParams, 256, 1) { linear_prefill<2, 2, 2, 4, 1, 192 << 10>(p); }
-KERNEL(linear_prefill_64x64_w8b, LinearParams, 256, 1) { linear_prefill<1, 4, 4, 2, 1, 192 << 10>(p); }
-KERNEL(linear_prefill_64x64_w8a6, LinearParams, 256, 2) { linear_prefill<2, 2, 2, 4, 1>(p); }
-KERNEL(linear_prefill_64x64_w8b6, LinearParams, 256, 2) { linear_prefill<1, 4, 4, 2, 1>(p); }
-KERNEL(linear_prefill_64x64_two, LinearParams, 128, 2) { linear_prefill<2, 4, 2, 2, 2>(p); }
+// linear_prefill_<weight rows>x<tokens of a block>. 128x128 for more than 256 rows. 64x64 for less, and for two parts; _deep is faster up to 64 rows (one block an
+// SM, twice the bytes in flight: 7.5 against 8.6 ms), for chips whose blocks may have 192 KB.
+KERNEL(linear_prefill_128x128, LinearParams, 256, 1) { linear_prefill<4, 4, 2, 4, 1, kPrefillRing>(p); }
+KERNEL(linear_prefill_64x64, LinearParams, 128, 2) { linear_prefill<2, 4, 2, 2, 1, kPrefillRing>(p); }
+KERNEL(linear_prefill_64x64_deep, LinearParams, 128, 1) { linear_prefill<2, 4, 2, 2, 1, kPrefillDeepRing>(p); }
+KERNEL(linear_prefill_64x64_two, LinearParams, 128, 2) { linear_prefill<2, 4, 2, 2, 2, kPrefillRing>(p); }

@@ -2,7 +2,7 @@
 //!
 //! argh reads the flags. What it lacks is added here: flags that several commands share (the `command!` macros), and `--name=value`, `-n5`,
 //! `-vv`, a lone `-` (`spread`). A new flag is a field in one of the macros or structs and a line in the conversion below it.
-use crate::cmd::{bench, chat, run, AnswerOptions, Device, Draft, ModelOptions};
+use crate::cmd::{bench, chat, doctor, run, AnswerOptions, Device, Draft, ModelOptions};
 use crate::decode::Sampling;
 use crate::decode::MAX_DRAFTS;
 use crate::error;
@@ -33,7 +33,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Result<u8> {
         }
     };
     if volley.version {
-        return print(&format!("volley {} ({})", env!("CARGO_PKG_VERSION"), crate::cmd::COMMIT));
+        return print(&crate::cmd::version());
     }
     match volley.command {
         Some(Command::Chat(c)) => chat::chat(&c.model_options(), &c.answer_options()?, c.json),
@@ -56,11 +56,12 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Result<u8> {
             };
             bench::bench(&model, &options)
         }
+        Some(Command::Doctor(d)) => doctor::doctor(&d.model_options()),
         None => bail!("expected a command: {}; volley --help explains them", COMMANDS.join(", ")),
     }
 }
 
-const COMMANDS: [&str; 3] = ["chat", "run", "bench"];
+const COMMANDS: [&str; 4] = ["chat", "run", "bench", "doctor"];
 
 /// A decode engine for one person and one stream: the lowest latency per token that the memory allows.
 #[derive(FromArgs)]
@@ -86,6 +87,7 @@ enum Command {
     Chat(Chat),
     Run(Run),
     Bench(Bench),
+    Doctor(Doctor),
 }
 
 /// A command: its own flags, then those that every command has. They say which model runs where.
@@ -437,6 +439,19 @@ impl FromStr for Files {
             false => Ok(Files(list.split(',').map(PathBuf::from).collect())),
         }
     }
+}
+
+command! {
+    /// Check driver, GPU and kernels; with -m or $VOLLEY_MODEL, the model too.
+    #[argh(
+        subcommand,
+        name = "doctor",
+        help_triggers("-h", "--help"),
+        usage = "[options]",
+        example = "volley doctor -m models/smollm2-135m-instruct",
+        note = "One line a check. Exit codes: 0 all hold, 1 some do not, 2 bad flag or model, 3 driver, GPU or memory."
+    )]
+    Doctor {}
 }
 
 /// `128,512`

@@ -48,6 +48,9 @@ fn help_goes_to_stdout() {
     }
     let version = run(&["--version"]).expect(0);
     assert!(version.text().starts_with(&format!("volley {}", env!("CARGO_PKG_VERSION"))));
+    // What runs on which chip: machine code and portable code, or why there is none.
+    assert!(version.text().contains("\nkernels: "), "{}", version.text());
+    assert!(version.text().contains("sm_90a") && version.text().contains("portable code") || version.text().contains("no nvcc"), "{}", version.text());
 }
 
 #[test]
@@ -62,6 +65,7 @@ fn usage_errors_are_one_line_and_exit_2() {
     check(&["run", "-n", "many", "hi"], &["-n", "many"]);
     check(&["run", "--json=yes", "hi"], &["--json takes no value"]);
     check(&["run", "--device", "tpu", "hi"], &["auto, cpu or cuda"]);
+    check(&["doctor", "--device", "cpu"], &["checks a GPU"]);
     check(&["run", "--logit-bias", "5", "hi"], &["ID=X"]);
     check(&["bench", "-d", "0,x"], &["-d", "0,x"]);
     check(&["bench", "-r", "0"], &["-r", "from 1"]);

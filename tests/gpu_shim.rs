@@ -4,8 +4,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::rc::Rc;
 use std::sync::OnceLock;
+use volley::cmd::bench::token_ids;
+use volley::cmd::{check, doctor};
 use volley::cpu::Reference;
-use volley::decode::{Backend, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling};
+use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling, Sequence};
 use volley::gpu::device::Gpu;
 use volley::gpu::machine::{Machine, Options};
 use volley::gpu::shim::Shim;
@@ -26,9 +28,12 @@ fn library() -> &'static Path {
 }
 
 fn model(name: &str) -> (Config, Weights) {
-    let dir = Path::new("tests/data/tiny").join(name);
-    let config = Config::open(&dir).unwrap();
-    let checkpoint = Checkpoint::open(&dir, Read::Mmap).unwrap();
+    open(&Path::new("tests/data/tiny").join(name))
+}
+
+fn open(dir: &Path) -> (Config, Weights) {
+    let config = Config::open(dir).unwrap();
+    let checkpoint = Checkpoint::open(dir, Read::Mmap).unwrap();
     let weights = claim(&Table::builtin().unwrap(), &config, &checkpoint).unwrap();
     weights.load(&mut |_, _| {}).unwrap();
     (config, weights)
@@ -37,8 +42,8 @@ fn model(name: &str) -> (Config, Weights) {
 fn machine_with(name: &str, fail_capture: fn(Pass) -> bool) -> Machine {
     let (config, weights) = model(name);
     let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
-    let options = Options { context: 200, require_graphs: false, fail_capture };
-    Machine::new(gpu, config, Source::Checkpoint(&weights), &options, &mut |_, _| {}).unwrap()
+    let options = Options { context: 200, drafter: None, ngram: false, require_graphs: false, fail_capture };
+    Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap()
 }
 
 fn machine(name: &str) -> Machine {
@@ -71,97 +76,147 @@ fn logits(m: &mut Machine, tokens: &[u32], chunk: usize, drafts: &[u32]) -> Vec<
     m.logits(1 + drafts.len()).unwrap()
 }
 
-#[test]
-fn logits_are_near_the_reference() {
-    for name in ["llama", "qwen2", "qwen3"] {
-        let tokens = prompt(70); // over a chunk edge of the KV cache
-        let ours = logits(&mut machine(name), &tokens, 1024, &[]);
-        let mut r = reference(name);
-        r.begin(&tokens, 0, &Sampling::default(), &unlimited()).unwrap();
-        r.prefill(&tokens[..63]).unwrap();
-        r.prefill(&tokens[63..69]).unwrap();
-        r.verify(1).unwrap();
-        r.record().unwrap();
-        let theirs = r.logits(1);
-        let spread = theirs.iter().fold(0f32, |m, x| m.max(x.abs()));
-        let worst = ours.iter().zip(theirs).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
-        assert!(ours.iter().all(|x| x.is_finite()) && spread > 1.0, "{name}: {spread}");
-        assert!(worst < 0.5, "{name}: off by {worst}, logits up to {spread}");
+/// Logits of the machine near those of the f32 reference, for a prompt over a chunk edge of the KV cache.
+fn near_the_reference(name: &str, m: &mut Machine) {
+    let tokens = prompt(70);
+    let ours = logits(m, &tokens, 1024, &[]);
+    let mut r = reference(name);
+    r.begin(&tokens, 0, &Sampling::default(), &unlimited()).unwrap();
+    r.prefill(&tokens[..63]).unwrap();
+    r.prefill(&tokens[63..69]).unwrap();
+    r.verify(1).unwrap();
+    r.record().unwrap();
+    let theirs = r.logits(1);
+    let spread = theirs.iter().fold(0f32, |m, x| m.max(x.abs()));
+    let worst = ours.iter().zip(theirs).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
+    assert!(ours.iter().all(|x| x.is_finite()) && spread > 1.0, "{name}: {spread}");
+    assert!(worst < 0.5, "{name}: off by {worst}, logits up to {spread}");
+}
+
+/// A row's bits: the same in a pass of four rows and alone, after chunks of 1, 8 and all rows.
+fn rows_do_not_depend_on_width_or_chunk(name: &str, m: &mut Machine) {
+    let tokens = prompt(20);
+    let drafts: Vec<u32> = (0..3).map(|i| 300 + i).collect();
+    let wide = logits(m, &tokens, 1024, &drafts); // the prefill kernels, then a pass of four rows
+    let wide_kv = m.kv().unwrap();
+    let vocab = wide.len() / 4;
+    for (i, chunk) in [(0, 1), (1, 1024), (3, 8)] {
+        let mut all = tokens.clone();
+        all.extend_from_slice(&drafts[..i]);
+        let one = logits(m, &all, chunk, &[]); // chunks of 1 and 8 rows are the decode kernels
+        assert!(one[..vocab].iter().zip(&wide[i * vocab..]).all(|(a, b)| a.to_bits() == b.to_bits()), "{name}: row {i}, chunk {chunk}");
+    }
+    // The last pass wrote the same rows as the wide one.
+    assert!(m.kv().unwrap() == wide_kv, "{name}: KV bits");
+    let rows: Vec<_> = wide.chunks_exact(vocab).collect();
+    assert!((1..4).all(|i| rows[i] != rows[0]), "{name}: rows differ from each other");
+}
+
+/// The device's choice from its own logits is that of the reference sampler.
+fn sampling_follows_the_reference(m: &mut Machine) {
+    let warm = Sampling { temperature: 1.0, seed: 7, ..Sampling::default() };
+    let cases = [
+        Sampling::default(),
+        warm.clone(),
+        Sampling { top_k: 5, min_p: 0.02, ..warm.clone() },
+        Sampling { top_p: 0.5, ..warm.clone() },
+        Sampling { repetition_penalty: 1.3, presence_penalty: 0.5, frequency_penalty: 0.2, ..Sampling::default() },
+        Sampling { logit_bias: vec![(300, 4.0)], min_tokens: 3, ..warm },
+    ];
+    let tokens = prompt(12);
+    let plain = logits(m, &tokens, 1024, &[]);
+    for sampling in &cases {
+        m.begin(&tokens, 0, sampling, &unlimited()).unwrap();
+        m.prefill(&tokens[..11]).unwrap();
+        m.verify(1).unwrap();
+        let chosen = m.record().unwrap().tokens;
+        let mut sequence = Sequence::new(&tokens, 11, 512, sampling.clone(), unlimited());
+        assert_eq!(chosen, sequence.accept(&mut plain.clone(), &[]).tokens, "{sampling:?}");
     }
 }
 
-#[test]
-fn a_row_does_not_depend_on_width_or_chunk() {
-    for name in ["llama", "qwen3"] {
-        let mut m = machine(name);
-        let tokens = prompt(20);
-        let drafts: Vec<u32> = (0..3).map(|i| 300 + i).collect();
-        let wide = logits(&mut m, &tokens, 1024, &drafts); // the prefill kernels, then a pass of four rows
-        let wide_kv = m.kv().unwrap();
-        let vocab = wide.len() / 4;
-        for (i, chunk) in [(0, 1), (1, 1024), (3, 8)] {
-            let mut all = tokens.clone();
-            all.extend_from_slice(&drafts[..i]);
-            let one = logits(&mut m, &all, chunk, &[]); // chunks of 1 and 8 rows are the decode kernels
-            assert!(one[..vocab].iter().zip(&wide[i * vocab..]).all(|(a, b)| a.to_bits() == b.to_bits()), "{name}: row {i}, chunk {chunk}");
-        }
-        // The last pass wrote the same rows as the wide one.
-        assert!(m.kv().unwrap() == wide_kv, "{name}: KV bits");
-        let rows: Vec<_> = wide.chunks_exact(vocab).collect();
-        assert!((1..4).all(|i| rows[i] != rows[0]), "{name}: rows differ from each other");
-    }
-}
-
-fn answer(m: Machine, sampling: &Sampling, end_ids: &[u32], max_tokens: usize) -> (Vec<u32>, Finish, volley::decode::Counters) {
+fn answer(m: Machine, sampling: &Sampling, end_ids: &[u32], max_tokens: usize) -> (Vec<u32>, Finish, Counters) {
     let mut engine = Engine::new(Box::new(m), Drafting::default()).unwrap();
-    let request = Request { prompt: &prompt(20), sampling, end_ids, max_tokens: Some(max_tokens) };
+    let request = Request { prompt: &prompt(10), sampling, end_ids, max_tokens: Some(max_tokens) };
     let a = engine.generate(&request, &mut |_: Event| Flow::Go).unwrap();
     (a.tokens, a.finish, engine.counters())
 }
 
 #[test]
-fn graphs_and_eager_launches_give_the_same_answer() {
+fn llama() {
+    let mut m = machine("llama");
+    near_the_reference("llama", &mut m);
+    rows_do_not_depend_on_width_or_chunk("llama", &mut m);
+    sampling_follows_the_reference(&mut m);
     let sampling = Sampling { temperature: 0.8, top_k: 40, top_p: 0.9, seed: 3, ..Sampling::default() };
-    let (tokens, finish, counters) = answer(machine("llama"), &sampling, &[], 24);
-    assert_eq!((tokens.len(), finish, counters.eager), (24, Finish::Length, 0));
-    assert!(counters.verify_replays >= 24);
-    let (eager, _, counters) = answer(machine_with("llama", |pass| pass == Pass::Verify { width: 1 }), &sampling, &[], 24);
-    assert_eq!(tokens, eager);
-    assert!(counters.eager >= 24, "{counters:?}");
-    let (ended, finish, _) = answer(machine("llama"), &sampling, &[tokens[9]], 24);
-    assert_eq!((&ended[..], finish), (&tokens[..=tokens.iter().position(|t| *t == tokens[9]).unwrap()], Finish::Eos(tokens[9])));
+    let (tokens, finish, counters) = answer(m, &sampling, &[], 6);
+    assert_eq!((tokens.len(), finish, counters.eager), (6, Finish::Length, 0));
+    assert!(counters.verify_replays >= 6);
+
+    // O20: a capture that fails costs graphs, not tokens. An end token ends there.
+    let (eager, finish, counters) = answer(machine_with("llama", |pass| pass == Pass::Verify { width: 1 }), &sampling, &[tokens[4]], 6);
+    let n = 1 + tokens.iter().position(|t| *t == tokens[4]).unwrap();
+    assert_eq!((&eager[..], finish), (&tokens[..n], Finish::Eos(tokens[4])));
+    assert!(counters.eager >= n as u64, "{counters:?}");
 }
 
 #[test]
-fn sampling_on_the_device_follows_the_reference() {
-    let (vocab_bias, base) = ((300, 4.0), Sampling { temperature: 1.0, seed: 7, ..Sampling::default() });
-    let cases = [
-        Sampling::default(),
-        base.clone(),
-        Sampling { top_k: 5, ..base.clone() },
-        Sampling { top_p: 0.5, min_p: 0.02, ..base.clone() },
-        Sampling { repetition_penalty: 1.3, presence_penalty: 0.5, frequency_penalty: 0.2, ..Sampling::default() },
-        Sampling { logit_bias: vec![vocab_bias], min_tokens: 3, ..base },
+fn qwen2() {
+    near_the_reference("qwen2", &mut machine("qwen2"));
+}
+
+#[test]
+fn qwen3() {
+    let mut m = machine("qwen3");
+    near_the_reference("qwen3", &mut m);
+    rows_do_not_depend_on_width_or_chunk("qwen3", &mut m);
+}
+
+#[test]
+fn o20_require_graphs_refuses() {
+    let (config, weights) = model("llama");
+    let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+    let options = Options { context: 200, drafter: None, ngram: false, require_graphs: true, fail_capture: |pass| pass == Pass::Prefill { rows: 64 } };
+    let error = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).err().unwrap();
+    assert!(format!("{error:#}").contains("Prefill { rows: 64 }"), "{error:#}");
+}
+
+/// What `volley doctor` checks, on the models it makes: sizes that do not divide evenly, heads of 64 and 128, biases, q/k norms.
+#[test]
+fn checks_of_doctor_hold() {
+    for shape in doctor::SHAPES {
+        let dir = tempfile::tempdir().unwrap();
+        shape.write(dir.path()).unwrap();
+        let (config, weights) = open(dir.path());
+        let ids = token_ids(check::STEP_ROWS, config.vocab);
+        let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+        let options = Options { context: 200, require_graphs: true, fail_capture: |_| false };
+        let mut m = Machine::new(gpu, config.clone(), Source::Checkpoint(&weights), &options, &mut |_, _| {}).unwrap();
+        let mut r = Reference::new(config.clone(), weights, 200, None, false).unwrap();
+        let hold = |held: anyhow::Result<String>| println!("{}: {}", shape.name, held.unwrap_or_else(|e| panic!("{}: {e:#}", shape.name)));
+        hold(check::steps(&mut m, &mut r, &ids));
+        hold(check::widths(&mut m, &ids[..72]));
+        hold(check::chunks(&mut m, &ids[..70]));
+        hold(check::graphs(&mut m, &ids[..90]));
+        hold(check::sampling(&mut m, &ids));
+        hold(check::drafts(&mut m, &ids));
+    }
+}
+
+/// A reference that turns keys and queries otherwise, or adds no bias, differs first where that shows.
+#[test]
+fn the_first_wrong_step_is_named() {
+    type Spoil = fn(&mut Config);
+    let cases: [(&str, Spoil, &str); 3] = [
+        ("llama", |c| c.rope.theta = 5e5, "layers.0.attention"),
+        ("qwen3", |c| c.qk_norm = false, "layers.0.attention"),
+        ("qwen2", |c| c.qkv_bias = false, "layers.0.qkv"),
     ];
-    // One bf16 engine for all, and its own logits through the reference sampler: the choice must be the same.
-    for sampling in &cases {
-        let mut m = machine("llama");
-        let tokens = prompt(20);
-        m.begin(&tokens, 0, sampling, &unlimited()).unwrap();
-        m.prefill(&tokens[..19]).unwrap();
-        let mut sequence = volley::decode::Sequence::new(&tokens, 19, 512, sampling.clone(), unlimited());
-        for _ in 0..6 {
-            m.verify(1).unwrap();
-            let record = m.record().unwrap();
-            // The logits as they were before options changed them: another pass over the same row, greedy.
-            let history = sequence.history.clone();
-            let mut plain = logits(&mut m, &history, 1024, &[]);
-            let expected = sequence.accept(&mut plain, &[]);
-            assert_eq!(record.tokens, expected.tokens, "{sampling:?}");
-            m.begin(&history, 0, sampling, &unlimited()).unwrap();
-            m.prefill(&history[..history.len() - 1]).unwrap();
-            m.verify(1).unwrap();
-            assert_eq!(m.record().unwrap().tokens.len(), 1);
-        }
+    for (name, spoil, step) in cases {
+        let (mut config, weights) = model(name);
+        spoil(&mut config);
+        let mut r = Reference::new(config, weights, 200, None, false).unwrap();
+        let failed = check::steps(&mut machine(name), &mut r, &token_ids(check::STEP_ROWS, 512)).unwrap_err().to_string();
+        assert!(failed.contains(step), "{name}: {failed}");
     }
 }

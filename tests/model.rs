@@ -296,7 +296,7 @@ struct Seen {
 fn observe(reference: &mut Reference, ids: &[u32]) -> Seen {
     let mut seen = Seen { logits: Vec::new(), hidden: Vec::new() };
     for (block, tokens) in ids.chunks(8).enumerate() {
-        let mut show = |step: &Step, out: &[f32], _dim: usize| {
+        let mut show = |step: &Step, out: &mut [f32], _dim: usize| {
             let layer = match step {
                 Step::Embed { .. } => 0,
                 Step::Linear(l) if l.weight.role == Role::Down => l.weight.layer.unwrap() + 1,

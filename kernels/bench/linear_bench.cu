@@ -30,9 +30,8 @@ const Variant kVariants[] = {
     V(linear_m8_t1_w16_a2, 1, 1, 16), V(linear_m8_t1_w8_a4, 1, 1, 8), V(linear_m8_t2_w8_a3, 2, 1, 8), V(linear_m16_t1_w16_a1, 1, 2, 16),
 };
 struct Prefill { const char* name; const void* f; int n, m, threads, shared; };
-#define P(n, m, threads) {"prefill " #n "x" #m, (const void*)linear_prefill_##n##x##m, n, m, threads, prefill_shared_bytes(n, m)}
-#define PX(n, m, threads, suffix, bytes) {"prefill " #n "x" #m #suffix, (const void*)linear_prefill_##n##x##m##suffix, n, m, threads, bytes}
-const Prefill kPrefill[] = {P(128, 128, 256), PX(128, 128, 256, _s6, 192 << 10), P(64, 64, 128), PX(64, 64, 128, _s12, 192 << 10), PX(64, 64, 256, _w8a, 192 << 10), PX(64, 64, 256, _w8b, 192 << 10), PX(64, 64, 256, _w8a6, 96 << 10), PX(64, 64, 256, _w8b6, 96 << 10)};
+const Prefill kPrefill[] = {{"prefill 128x128", (const void*)linear_prefill_128x128, 128, 128, 256, kPrefillRing}, {"prefill 64x64", (const void*)linear_prefill_64x64, 64, 64, 128, kPrefillRing},
+                            {"prefill 64x64_deep", (const void*)linear_prefill_64x64_deep, 64, 64, 128, kPrefillDeepRing}};
 struct Choice { const Variant* v; int per_sm; };   // blocks per SM at most; 0: one group of tiles a block
 struct Shape { const char* name; int n, k, epilogue; bool norm; };   // n: outputs (of silu: ffn)
 struct Model { const char* name; int layers; std::vector<Shape> layer; Shape head; };
@@ -204,7 +203,6 @@ void time_chain(const Model& m, int rows, const Choice* fixed) {
 }
 void time_prefill(const Model& m, int rows) {
   for (const Prefill& tile : kPrefill) {
-    if (rows == 1024 && tile.n == 64) continue;
     double flops = 0; float each[4];
     auto record = [&](int only) {
       size_t offset = 0; flops = 0;

@@ -338,7 +338,7 @@ fn generate(model: &mut Model, prompt: &[u32], max_tokens: usize) -> Result<Answ
 }
 
 /// Ids that look like text to the hardware: spread over the vocabulary, the same on every machine.
-fn token_ids(n: usize, vocab: usize) -> Vec<u32> {
+pub fn token_ids(n: usize, vocab: usize) -> Vec<u32> {
     (0..n as u32).map(|i| philox([i, 0, 0, 0], [0, 0])[0] % vocab as u32).collect()
 }
 

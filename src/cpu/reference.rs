@@ -190,8 +190,8 @@ impl Reference {
     }
 
     /// Runs every step of a pass but `Accept` over `tokens` at positions `position ..` (drafter passes: the tokens after those of the
-    /// features), and shows each step's output to `observe`: the step, its output [rows, dim] and dim.
-    pub fn run(&mut self, pass: Pass, tokens: &[u32], position: usize, observe: &mut dyn FnMut(&Step, &[f32], usize)) -> Result<()> {
+    /// features), and shows each step's output to `observe`, which may change it: the step, its output [rows, dim] and dim.
+    pub fn run(&mut self, pass: Pass, tokens: &[u32], position: usize, observe: &mut dyn FnMut(&Step, &mut [f32], usize)) -> Result<()> {
         let plan = self.plan(pass)?;
         if tokens.is_empty() || tokens.len() > plan.rows() || position + tokens.len() > self.cache.capacity {
             bail!("{} rows at position {position}: the plan has {} rows, the cache {}", tokens.len(), plan.rows(), self.cache.capacity);
@@ -228,7 +228,8 @@ impl Reference {
             };
             let buffer = plan.buffer(out);
             if buffer.kind != BufferKind::Feature {
-                observe(step, &self.buffers[buffer.name][..rows.count(buffer.rows) * buffer.dim], buffer.dim);
+                let out = self.buffers.get_mut(buffer.name).expect("buffers of a plan exist");
+                observe(step, &mut out[..rows.count(buffer.rows) * buffer.dim], buffer.dim);
             }
         }
         Ok(())

@@ -109,13 +109,18 @@ impl Policy {
 
     /// What a cycle with `drafted` drafts of this source did.
     pub fn observe(&mut self, drafted: usize, accepted: usize) {
-        let weight = if self.idle >= PROBE_TOKENS { NEW_PROBE } else { NEW_HIT };
-        self.idle = 0;
+        let probe = self.idle >= PROBE_TOKENS;
+        let weight = if probe { NEW_PROBE } else { NEW_HIT };
+        // A probe that hits is followed by another at once.
+        if !probe || accepted < drafted {
+            self.idle = 0;
+        }
         for i in 0..drafted.min(accepted + 1) {
             let hit = if i < accepted { 1.0 } else { 0.0 };
             self.acceptance[i] += weight * (hit - self.acceptance[i]);
         }
-        if drafted > 0 && accepted == drafted && drafted < MAX_DRAFTS {
+        // The position behind the last one tried is not seen: that it does as well is the best guess, slowly, so that it is tried again.
+        if drafted > 0 && drafted < MAX_DRAFTS && accepted == drafted {
             self.acceptance[drafted] += DRIFT * (self.acceptance[drafted - 1] - self.acceptance[drafted]);
         }
     }

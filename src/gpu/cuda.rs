@@ -91,6 +91,8 @@ impl Cuda {
         let sm = (10 * major + minor) as u32;
         check_sm(&name, sm, fatbins::ARCHS, fatbins::PTX)?;
         let n_sms = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
+        let clock_mhz = attribute(CU_DEVICE_ATTRIBUTE_CLOCK_RATE)? as usize / 1000;
+        let memory_clock_mhz = attribute(CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)? as usize / 1000;
         fatbins::check()?;
         // Sound: released in Drop.
         let context = unsafe { result::primary_ctx::retain(device)? };
@@ -102,7 +104,7 @@ impl Cuda {
             let module = unsafe { result::module::load_data(image.as_ptr() as *const c_void) };
             modules.push(module.map_err(|e| machine(format!("the driver cannot load the kernels of {file} on {name} ({e})")))?);
         }
-        let info = Info { name, sm, n_sms, driver };
+        let info = Info { name, sm, n_sms, clock_mhz, memory_clock_mhz, driver };
         Ok(Cuda { info, device, stream, modules, graphs: RefCell::new(Vec::new()) })
     }
 }
@@ -259,5 +261,49 @@ impl Driver for Cuda {
 
     fn destroy_event(&self, event: u64) {
         let _ = unsafe { result::event::destroy(event as sys::CUevent) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::{exit_code, MACHINE};
+
+    /// An error of the machine whose one line says all of `parts`.
+    fn refused(result: Result<()>, parts: &[&str]) {
+        let error = result.expect_err("it must be refused");
+        let line = error.to_string();
+        assert_eq!(exit_code(&error), MACHINE, "{line}");
+        assert!(parts.iter().all(|part| line.contains(part)) && !line.contains('\n'), "{line}");
+    }
+
+    #[test]
+    fn old_drivers_are_refused() {
+        refused(check_version(11080), &["supports CUDA 11.8", "needs 12.4", "--device cpu"]);
+        refused(check_version(NEEDED_DRIVER - 10), &["12.3"]);
+        check_version(NEEDED_DRIVER).unwrap();
+        check_version(13000).unwrap();
+    }
+
+    /// The rule: machine code where it was built, else portable code on every later chip, whatever its family; older chips never.
+    #[test]
+    fn chips_run_machine_code_or_later_portable_code() {
+        let check = |sm| check_sm("A card", sm, &[90, 120], 90);
+        for sm in [90, 100, 103, 120, 121, 130] {
+            check(sm).unwrap();
+        }
+        for (sm, text) in [(75, "7.5"), (80, "8.0"), (89, "8.9")] {
+            refused(check(sm), &["A card", text, "9.0, 12.0", "portable code for 9.0", "--device cpu"]);
+        }
+    }
+
+    #[test]
+    fn a_missing_driver_is_a_plain_sentence() {
+        // Sound: only looks for the library.
+        if unsafe { sys::is_culib_present() } {
+            return;
+        }
+        refused(driver_version().map(drop), &["no NVIDIA driver", "libcuda.so.1", "--device cpu"]);
+        refused(Cuda::open(0).map(drop), &["no NVIDIA driver"]);
     }
 }

@@ -3,6 +3,7 @@
 //! Two drivers stand behind it: cuda.rs, and shim.rs, which runs the same kernels compiled by g++ (tests on machines without a GPU).
 //! Nothing here is Send: one thread per GPU makes and uses its own.
 use anyhow::{Context, Result};
+use std::cell::Cell;
 use std::mem;
 use std::rc::Rc;
 
@@ -42,6 +43,9 @@ pub struct Info {
     /// Compute capability, 90 for 9.0.
     pub sm: u32,
     pub n_sms: usize,
+    /// The highest clocks of SMs and memory in MHz; 0 where nobody says.
+    pub clock_mhz: usize,
+    pub memory_clock_mhz: usize,
     /// CUDA version of the driver, 1000 * major + 10 * minor.
     pub driver: i32,
 }
@@ -65,11 +69,18 @@ pub unsafe trait Params: Copy {}
 #[derive(Clone)]
 pub struct Gpu {
     driver: Rc<dyn Driver>,
+    /// Device and pinned allocations so far: there are none between the first and the last token.
+    allocations: Rc<Cell<usize>>,
 }
 
 impl Gpu {
     pub fn new(driver: Rc<dyn Driver>) -> Gpu {
-        Gpu { driver }
+        Gpu { driver, allocations: Rc::default() }
+    }
+
+    /// How often device or page-locked memory was allocated, by all clones together.
+    pub fn allocations(&self) -> usize {
+        self.allocations.get()
     }
 
     pub fn info(&self) -> &Info {
@@ -83,6 +94,7 @@ impl Gpu {
     /// Zeroed.
     pub fn allocate(&self, bytes: usize) -> Result<Memory> {
         let bytes = bytes.max(16);
+        self.allocations.set(self.allocations.get() + 1);
         let start = self.driver.allocate(bytes)?;
         let memory = Memory { driver: self.driver.clone(), start, bytes };
         self.driver.fill(start, 0, bytes)?;
@@ -99,6 +111,7 @@ impl Gpu {
 
     /// Zeroed.
     pub fn pinned<T: bytemuck::AnyBitPattern>(&self, n: usize) -> Result<Pinned<T>> {
+        self.allocations.set(self.allocations.get() + 1);
         let (start, device) = self.driver.allocate_pinned(n.max(1) * mem::size_of::<T>())?;
         Ok(Pinned { driver: self.driver.clone(), start: start as *mut T, device, n })
     }

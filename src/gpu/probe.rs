@@ -1,8 +1,9 @@
-//! What the machine allows: the rate at which memory can be read, against which everything else is measured.
+//! What the machine allows: the rate at which memory can be read, against which everything else is measured, and the price of a launch.
 use super::device::{Gpu, Launch};
 use super::kernels::Kernels;
-use super::params::{FillParams, ReadParams};
+use super::params::{FillParams, NormParams, ReadParams};
 use anyhow::Result;
+use bytemuck::Zeroable;
 
 /// Best bytes per second of streaming reads of a buffer far larger than any cache: 16 GiB, or half of what is free.
 pub fn read_ceiling(gpu: &Gpu) -> Result<f64> {
@@ -23,4 +24,28 @@ pub fn read_ceiling(gpu: &Gpu) -> Result<f64> {
         best = best.max(bytes as f64 / (ms as f64 / 1e3));
     }
     Ok(best)
+}
+
+/// What a kernel adds to a chain in a graph, in microseconds.
+pub struct NodeCost {
+    /// Behind a full edge: it starts when the kernel before has ended.
+    pub full_us: f64,
+    /// Where its blocks may start while the kernel before drains.
+    pub early_us: f64,
+}
+
+/// From graphs of a thousand kernels with nothing to do (norm_rows of no rows).
+pub fn node_cost(gpu: &Gpu) -> Result<NodeCost> {
+    const NODES: usize = 1000;
+    let kernels = Kernels::load(gpu)?;
+    let cost = |early: bool| -> Result<f64> {
+        let launch = Launch { grid: (1, 1, 1), block: 256, shared: 0, early };
+        let graph = gpu.capture(|| (0..NODES).try_for_each(|_| gpu.launch(&kernels.norm_rows, launch, &NormParams::zeroed())))?;
+        let mut best = f32::INFINITY;
+        for _ in 0..6 {
+            best = best.min(gpu.time(|| gpu.replay(&graph))?);
+        }
+        Ok(best as f64 * 1e3 / NODES as f64)
+    };
+    Ok(NodeCost { full_us: cost(false)?, early_us: cost(true)? })
 }

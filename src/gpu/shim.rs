@@ -41,7 +41,7 @@ impl Shim {
         // Sound: our own library; its constructors only fill a table of kernels.
         let library = unsafe { libloading::Library::new(library) }
             .map_err(|e| machine(format!("{}: {e}; scripts/shim.sh makes it", library.display())))?;
-        let info = Info { name: "CPU shim".into(), sm: 90, n_sms: 4, driver: 0 };
+        let info = Info { name: "CPU shim".into(), sm: 90, n_sms: 4, clock_mhz: 0, memory_clock_mhz: 0, driver: 0 };
         Ok(Shim { info, library, state: RefCell::new(State::default()) })
     }
 

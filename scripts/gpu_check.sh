@@ -1,0 +1,113 @@
+#!/usr/bin/env bash
+# Everything that only a GPU can show, in under six minutes, with one short table at the end: doctor, tests/gpu.rs, latencies, compute-sanitizer, time from
+# exec to the first token, Ctrl-C at any moment. Builds nothing and needs no cargo, so that the binaries may come from another machine:
+#   scripts/gpu_check.sh VOLLEY GPU_TEST          (target/release/volley, target/release/deps/gpu-...)
+# VOLLEY_MODEL=DIR is SmolLM2 (scripts/fetch_smollm2.py); without it what needs it is skipped. Logs go to $OUT, else target/gpu_check. ONLY=tests,bench runs some stages.
+# Exit code 0: nothing failed.
+set -u
+[ $# = 2 ] || { echo "usage: scripts/gpu_check.sh VOLLEY GPU_TEST" >&2; exit 2; }
+cd "$(dirname "$0")/.."
+volley=$(realpath "$1") || exit 2
+tests=$(realpath "$2") || exit 2
+model=${VOLLEY_MODEL:-}; unset VOLLEY_MODEL
+logs=${OUT:-target/gpu_check}; mkdir -p "$logs"
+deadline=$((SECONDS + 345)); table=; failed=0
+now_ms() { echo $(($(date +%s%N) / 1000000)); }
+wanted() { [ -z "${ONLY:-}" ] || [[ ,$ONLY, == *,$1,* ]]; }
+used_mb() { nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | head -1; }
+
+row() { # stage, verdict, note
+  table+=$(printf '%-22s %-8s %s' "$1" "$2" "$3")$'\n'
+  [ "$2" != FAILED ] || failed=1
+  printf '== %s: %s %s\n' "$1" "$2" "$3"
+}
+
+run() { # stage, most seconds, command...: its output in the log, its exit code in $code, its seconds in $took
+  local name=$1 most=$2 start=$SECONDS left=$((deadline - SECONDS)); shift 2
+  [ $left -lt $most ] && most=$left
+  if [ $most -lt 1 ]; then code=124; took=0; return; fi
+  timeout -k 5 $most "$@" >"$logs/$name.log" 2>&1; code=$?
+  took=$((SECONDS - start))
+}
+
+verdict() { # stage, note: ok when the last command's exit code was 0
+  case $code in
+    0) row "$1" ok "$2 ($took s)" ;;
+    124) row "$1" FAILED "out of time after $took s; $2" ;;
+    *) row "$1" FAILED "exit code $code; $(grep -m1 -iE 'error|FAIL|panicked' "$logs/$1.log" | cut -c1-160)" ;;
+  esac
+}
+
+number() { sed -n "s/.*\"$2\":\({\"p50\":\)\?\([0-9.eE-]*\).*/\2/p" <<< "$1"; } # JSON line, key: its number, or the p50 in it
+
+bench() { # stage, most seconds, arguments...: medians by depth, and widths against width 1
+  local name=$1 most=$2; shift 2
+  run "$name" "$most" "$volley" bench --device cuda --json "$@"
+  local note= line
+  while read -r line; do
+    case $line in
+      *'"token_ms"'*) note+="d$(number "$line" depth): $(printf '%.3f ms, %.0f %% of %.0f GB/s; ' "$(number "$line" token_ms)" "$(number "$line" share_of_read_rate | awk '{print 100 * $1}')" "$(number "$line" read_rate_gb_s)")" ;;
+      *'"against_width_1"'*) note+="w$(number "$line" width) x$(printf %.3f "$(number "$line" against_width_1)"); " ;;
+    esac
+  done < <(grep -a '^{' "$logs/$name.log")
+  verdict "$name" "$note"
+}
+
+nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,memory.used --format=csv,noheader
+"$volley" --version
+
+if wanted doctor; then
+  run doctor 90 "$volley" doctor ${model:+-m "$model"}
+  verdict doctor "$(tail -1 "$logs/doctor.log")"; cat "$logs/doctor.log"
+fi
+if wanted tests; then
+  run tests 150 env ${model:+VOLLEY_MODEL="$model"} "$tests" --test-threads 1 --nocapture
+  skipped=$(grep -c '^.*skipped: ' "$logs/tests.log")
+  verdict tests "$(grep -o 'test result: [^;]*; [^;]*;' "$logs/tests.log") $skipped skipped"; grep -aE '^test |panicked|^(SmolLM2|8B|llama|qwen)' -A1 "$logs/tests.log" | cut -c1-220
+fi
+if wanted bench; then
+  [ -z "$model" ] || bench bench_smollm2 30 -m "$model" -p 128 -g 256 -d 0 --widths 1,4,8
+  bench bench_1b 40 --random -m tests/shapes/llama-3.2-1b -p 128 -g 128 -d 0,4096 -r 3 --widths 1,4,8
+  bench bench_8b 60 --random -m tests/shapes/llama-3.1-8b -p 512 -g 64 -d 0,4096 -r 3 --widths 1,4,8
+fi
+if wanted sanitizer; then
+  for tool in memcheck racecheck; do
+    if ! command -v compute-sanitizer >/dev/null; then row $tool skipped "no compute-sanitizer"; continue; fi
+    run $tool 75 compute-sanitizer --tool $tool --error-exitcode 9 --launch-timeout 60 "$tests" --test-threads 1 tiny_models_compute
+    verdict $tool "$(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$logs/$tool.log" | tail -1)"
+  done
+fi
+if wanted first && [ -n "$model" ]; then
+  # The page cache is warm: the stages before have read the file.
+  times=
+  for _ in 1 2 3 4 5; do
+    start=$(now_ms); "$volley" run -m "$model" -n 1 "What is the capital of France?" </dev/null >"$logs/first.log" 2>&1; code=$?; times+="$(($(now_ms) - start)) "
+    [ $code = 0 ] || break
+  done
+  took=0; verdict first "exec to first token and exit, ms: $times"
+  "$volley" run -v -m "$model" -n 1 hi </dev/null >"$logs/start.log" 2>&1; grep -E 'graphs in|loaded' "$logs/start.log"
+fi
+if wanted interrupt && [ -n "$model" ]; then
+  # During start, prefill and decode alike: exit code 130 (SIGTERM 143) within 2 s, and the memory is back.
+  set -m   # so that background jobs do not ignore SIGINT
+  prompt=$(yes "The quick brown fox jumps over the lazy dog." | head -n 600)
+  before=$(used_mb); worst=0; bad=; during=0
+  for case in INT:0.05 INT:0.1 INT:0.2 INT:0.3 INT:0.4 INT:0.5 INT:0.6 INT:0.8 INT:1.0 INT:1.5 TERM:0.2 TERM:1.0; do
+    signal=${case%:*}; delay=${case#*:}
+    text=$prompt; [[ $delay == 1* ]] && text="Count to a million."
+    "$volley" run -m "$model" --ignore-eos <<< "$text" >"$logs/interrupt.log" 2>"$logs/interrupt.err" & pid=$!
+    sleep "$delay"; start=$(now_ms); kill -$signal $pid 2>/dev/null; wait $pid; code=$?; ms=$(($(now_ms) - start))
+    [ -s "$logs/interrupt.log" ] && during=$((during + 1))
+    [ $ms -gt $worst ] && worst=$ms
+    expected=130; [ $signal = TERM ] && expected=143
+    [ $code = $expected ] || bad+=" $case gave $code"
+    [ $ms -le 2000 ] || bad+=" $case took $ms ms"
+    for _ in 1 2 3 4 5 6 7 8 9 10; do after=$(used_mb); [ "$after" -le $((before + 16)) ] && break; sleep 0.2; done
+    [ "$after" -le $((before + 16)) ] || bad+=" $case left $((after - before)) MB"
+  done
+  if [ -z "$bad" ]; then row interrupt ok "12 signals, $during of them while answering, slowest exit $worst ms, memory back"; else row interrupt FAILED "$bad"; fi
+fi
+
+printf '\n%s' "$table"
+[ $failed = 0 ] && echo "all of it holds, in $SECONDS s" || echo "something failed, in $SECONDS s"
+exit $failed

@@ -1,0 +1,249 @@
+//! `volley doctor`: is this machine fit, and does this model compute what it should? One line a check on stdout, exit code 0 or 1.
+//!
+//! First facts of driver and GPU, then every kernel on small random models whose sizes do not divide evenly (`Shape`), then, if there is one,
+//! the user's model. The checks are in check.rs.
+use super::{bench::token_ids, check, shown_bytes, Device, ModelOptions};
+use crate::cpu::Reference;
+use crate::decode::sample::philox;
+use crate::error;
+use crate::gpu::device::Gpu;
+use crate::gpu::machine::{Machine, Options};
+use crate::gpu::weights::Source;
+use crate::gpu::{self, cuda, fatbins, probe};
+use crate::model::checkpoint::{Checkpoint, Read};
+use crate::model::config::Config;
+use crate::model::weights::{claim, Table};
+use anyhow::{bail, Context, Result};
+use half::bf16;
+use serde_json::{json, Map, Value};
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// Tokens of the context that checks use: across the second edge of KV chunk sizes.
+const CONTEXT: usize = 2400;
+
+pub fn doctor(options: &ModelOptions) -> Result<u8> {
+    if options.device == Device::Cpu {
+        bail!("--device cpu: doctor checks a GPU; leave the flag out");
+    }
+    let gpu = gpu::open(options.gpu)?;
+    let mut report = Report { n_checks: 0, n_failed: 0 };
+    facts(&gpu)?;
+    for shape in SHAPES {
+        let dir = Scratch::new(shape.name)?;
+        shape.write(&dir.0)?;
+        let defaults = ModelOptions { context: None, weights: None, no_mmap: false, ..options.clone() };
+        report.model(shape.name, &gpu, &dir.0, &defaults)?;
+    }
+    let named = options.dir.clone().or_else(|| std::env::var_os("VOLLEY_MODEL").filter(|dir| !dir.is_empty()).map(PathBuf::from));
+    if let Some(dir) = &named {
+        report.model(&dir.display().to_string(), &gpu, dir, options)?;
+    }
+    let Report { n_checks, n_failed } = report;
+    match n_failed {
+        0 => say(format_args!("all {n_checks} checks hold{}", if named.is_none() { "; -m DIR checks a model too" } else { "" }))?,
+        _ => say(format_args!("{n_failed} of {n_checks} checks failed"))?,
+    }
+    Ok(if n_failed == 0 { error::FINE } else { error::INTERNAL })
+}
+
+fn facts(gpu: &Gpu) -> Result<()> {
+    let info = gpu.info();
+    let version = |v: i32| format!("{}.{}", v / 1000, v % 1000 / 10);
+    say(format_args!("driver      CUDA {}, {} is needed", version(info.driver), version(cuda::NEEDED_DRIVER)))?;
+    say(format_args!(
+        "GPU         {}, compute capability {}.{}, {} SMs at up to {} MHz, memory at up to {} MHz",
+        info.name,
+        info.sm / 10,
+        info.sm % 10,
+        info.n_sms,
+        info.clock_mhz,
+        info.memory_clock_mhz
+    ))?;
+    let code = if fatbins::ARCHS.contains(&info.sm) { "machine code" } else { "portable code, compiled by the driver" };
+    say(format_args!("kernels     {}; this GPU runs {code}", fatbins::built_with()))?;
+    let (free, total) = gpu.memory()?;
+    say(format_args!("memory      {} of {} free", shown_bytes(free as u64), shown_bytes(total as u64)))?;
+    let rate = probe::read_ceiling(gpu)?;
+    say(format_args!("read rate   {}/s", shown_bytes(rate as u64)))?;
+    let cost = probe::node_cost(gpu)?;
+    say(format_args!("graph node  {:.2} us, {:.2} us where it may start early", cost.full_us, cost.early_us))
+}
+
+/// Counts checks and prints their verdicts.
+struct Report {
+    n_checks: usize,
+    n_failed: usize,
+}
+
+impl Report {
+    /// All checks of the model in `dir`.
+    fn model(&mut self, name: &str, gpu: &Gpu, dir: &Path, options: &ModelOptions) -> Result<()> {
+        let start = Instant::now();
+        let (mut machine, mut reference) = open(gpu, dir, options)?;
+        let t = machine.timings;
+        let (context, vocab) = (options.context.unwrap_or(CONTEXT).min(machine.config().context), machine.config().vocab);
+        say(format_args!(
+            "model       {name}: {} of weights in {:.0} ms, {} graphs in {:.0} ms, ready after {:.2} s",
+            shown_bytes(t.weight_bytes as u64),
+            t.weights_ms,
+            t.n_graphs,
+            t.capture_ms,
+            start.elapsed().as_secs_f64()
+        ))?;
+        if context < check::STEP_ROWS {
+            bail!("context {context}: doctor's checks take {} tokens at least", check::STEP_ROWS);
+        }
+        let ids = token_ids(context, vocab);
+        self.verdict("kernels", || check::steps(&mut machine, &mut reference, &ids))?;
+        self.verdict("graphs", || check::graphs(&mut machine, &ids[..ids.len().min(1100)]))?;
+        self.verdict("widths", || check::widths(&mut machine, &ids))?;
+        self.verdict("chunks", || check::chunks(&mut machine, &ids[..ids.len().min(700)]))?;
+        self.verdict("sampling", || check::sampling(&mut machine, &ids))?;
+        self.verdict("drafts", || check::drafts(&mut machine, &ids))
+    }
+
+    /// A check that fails is counted; a machine that fails ends everything.
+    fn verdict(&mut self, name: &str, check: impl FnOnce() -> Result<String>) -> Result<()> {
+        self.n_checks += 1;
+        match check() {
+            Ok(held) => say(format_args!("ok    {name:9} {held}")),
+            Err(e) if error::exit_code(&e) == error::MACHINE => Err(e.context(format!("check of {name}"))),
+            Err(e) => {
+                self.n_failed += 1;
+                say(format_args!("FAIL  {name:9} {e:#}"))
+            }
+        }
+    }
+}
+
+fn say(line: std::fmt::Arguments) -> Result<()> {
+    let mut out = io::stdout();
+    writeln!(out, "{line}")?;
+    Ok(out.flush()?)
+}
+
+/// The model in `dir` on the GPU and in the reference, with room for the tokens that checks use.
+fn open(gpu: &Gpu, dir: &Path, options: &ModelOptions) -> Result<(Machine, Reference)> {
+    let config = Config::open(dir)?;
+    let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
+    let checkpoint = Checkpoint::open(dir, if options.no_mmap { Read::Plain } else { Read::Auto })?;
+    let weights = claim(&table, &config, &checkpoint)?;
+    weights.load(&mut |_, _| {})?;
+    let context = options.context.unwrap_or(CONTEXT).min(config.context);
+    let machine_options = Options { context, require_graphs: options.require_graphs, fail_capture: |_| false };
+    let machine = Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), &machine_options, &mut |_, _| {})?;
+    Ok((machine, Reference::new(config, weights, context, None, false)?))
+}
+
+/// A small random model. Sizes leave parts of tiles and segments over.
+pub struct Shape {
+    pub name: &'static str,
+    model_type: &'static str,
+    architecture: &'static str,
+    hidden: usize,
+    n_heads: usize,
+    n_kv_heads: usize,
+    head_dim: usize,
+    ffn_dim: usize,
+    vocab: usize,
+    tied: bool,
+}
+
+const N_LAYERS: usize = 2;
+
+/// Together they use every kernel.
+#[rustfmt::skip]
+pub const SHAPES: [Shape; 3] = [
+    Shape { name: "random-llama", model_type: "llama", architecture: "LlamaForCausalLM", hidden: 208, n_heads: 9, n_kv_heads: 3, head_dim: 64, ffn_dim: 328, vocab: 777, tied: true },
+    Shape { name: "random-qwen3", model_type: "qwen3", architecture: "Qwen3ForCausalLM", hidden: 1056, n_heads: 4, n_kv_heads: 1, head_dim: 128, ffn_dim: 1096, vocab: 5003, tied: false },
+    Shape { name: "random-qwen2", model_type: "qwen2", architecture: "Qwen2ForCausalLM", hidden: 336, n_heads: 2, n_kv_heads: 2, head_dim: 128, ffn_dim: 200, vocab: 1000, tied: false },
+];
+
+impl Shape {
+    /// Writes config.json and model.safetensors.
+    pub fn write(&self, dir: &Path) -> Result<()> {
+        let config = json!({
+            "architectures": [self.architecture], "model_type": self.model_type, "hidden_size": self.hidden, "num_hidden_layers": N_LAYERS,
+            "num_attention_heads": self.n_heads, "num_key_value_heads": self.n_kv_heads, "head_dim": self.head_dim,
+            "intermediate_size": self.ffn_dim, "vocab_size": self.vocab, "tie_word_embeddings": self.tied, "hidden_act": "silu",
+            "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 4096, "torch_dtype": "bfloat16",
+            "bos_token_id": 0, "eos_token_id": 1, "attention_bias": false, "mlp_bias": false, "use_sliding_window": false,
+        });
+        let (mut header, mut data) = (Map::new(), Vec::new());
+        for (i, (name, shape)) in self.tensors().into_iter().enumerate() {
+            let start = data.len();
+            let (mean, spread) = match name.rsplit('.').nth(1) {
+                Some(part) if part.ends_with("norm") => (1.0, 0.3),
+                _ if shape.len() == 1 => (0.0, 0.3),
+                Some("embed_tokens") => (0.0, 1.0),
+                _ => (0.0, (3.0 / shape[1] as f32).sqrt()), // keeps the size of a row
+            };
+            for k in 0..shape.iter().product::<usize>() {
+                let uniform = philox([k as u32, i as u32, 0, 0], [0, 0])[0] as f32 / u32::MAX as f32 * 2.0 - 1.0;
+                data.extend_from_slice(&bf16::from_f32(mean + spread * uniform).to_le_bytes());
+            }
+            let entry: Value = json!({ "dtype": "BF16", "shape": shape, "data_offsets": [start, data.len()] });
+            header.insert(name, entry);
+        }
+        let header = serde_json::to_vec(&header)?;
+        let file = [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat();
+        for (name, bytes) in [("config.json", serde_json::to_vec(&config)?), ("model.safetensors", file)] {
+            let path = dir.join(name);
+            fs::write(&path, bytes).with_context(|| path.display().to_string())?;
+        }
+        Ok(())
+    }
+
+    /// Checkpoint names and shapes.
+    fn tensors(&self) -> Vec<(String, Vec<usize>)> {
+        let (q, kv) = (self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim);
+        let mut tensors = vec![
+            ("model.embed_tokens.weight".to_string(), vec![self.vocab, self.hidden]),
+            ("model.norm.weight".to_string(), vec![self.hidden]),
+        ];
+        if !self.tied {
+            tensors.push(("lm_head.weight".to_string(), vec![self.vocab, self.hidden]));
+        }
+        for layer in 0..N_LAYERS {
+            let mut add = |name: &str, shape: &[usize]| tensors.push((format!("model.layers.{layer}.{name}"), shape.to_vec()));
+            for (name, rows) in [("q", q), ("k", kv), ("v", kv)] {
+                add(&format!("self_attn.{name}_proj.weight"), &[rows, self.hidden]);
+                if self.model_type == "qwen2" {
+                    add(&format!("self_attn.{name}_proj.bias"), &[rows]);
+                }
+            }
+            if self.model_type == "qwen3" {
+                add("self_attn.q_norm.weight", &[self.head_dim]);
+                add("self_attn.k_norm.weight", &[self.head_dim]);
+            }
+            add("self_attn.o_proj.weight", &[self.hidden, q]);
+            add("mlp.gate_proj.weight", &[self.ffn_dim, self.hidden]);
+            add("mlp.up_proj.weight", &[self.ffn_dim, self.hidden]);
+            add("mlp.down_proj.weight", &[self.hidden, self.ffn_dim]);
+            add("input_layernorm.weight", &[self.hidden]);
+            add("post_attention_layernorm.weight", &[self.hidden]);
+        }
+        tensors
+    }
+}
+
+/// A folder that goes with its owner.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Result<Scratch> {
+        let dir = std::env::temp_dir().join(format!("volley-doctor-{}-{name}", std::process::id()));
+        fs::create_dir_all(&dir).with_context(|| dir.display().to_string())?;
+        Ok(Scratch(dir))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // What cannot be removed from the folder of temporary files goes with them.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}

@@ -1,0 +1,387 @@
+//! The engine on a real GPU: goldens, and the checks of cmd/check.rs on tiny models, SmolLM2 and the shape of an 8B model.
+//!
+//! Without a GPU every test says "skipped". The binary may be carried to a machine without cargo and run in this repository's root
+//! (scripts/gpu_check.sh does); SmolLM2 is looked for in $VOLLEY_MODEL, then where scripts/fetch_smollm2.py puts it. VOLLEY_SHIM=FILE runs the
+//! kernels compiled by scripts/shim.sh instead: slow, for tests of these tests (`gpu tiny`).
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use volley::cmd::bench::token_ids;
+use volley::cmd::check;
+use volley::cpu::Reference;
+use volley::decode::{Counters, Drafting, Engine, Event, Finish, Flow, Request, Sampling};
+use volley::error;
+use volley::gpu::device::Gpu;
+use volley::gpu::machine::{Machine, Options};
+use volley::gpu::shim::Shim;
+use volley::gpu::weights::Source;
+use volley::model::checkpoint::{Checkpoint, Read};
+use volley::model::config::Config;
+use volley::model::plan::Pass;
+use volley::model::weights::{claim, Table};
+
+/// Logits may be off f32 by this much of what transformers' own bf16 run is off.
+const BF16_SHARE: f32 = 1.5;
+/// The best token must agree where it leads by more.
+const MARGIN: f32 = 0.3;
+
+const TINY: [&str; 3] = ["llama", "qwen2", "qwen3"];
+
+/// Also what the sanitizers run: every kernel is in it.
+#[test]
+fn tiny_models_compute_what_the_reference_computes() {
+    let Some(gpu) = gpu() else { return };
+    for name in TINY {
+        let (mut machine, mut reference) = open(&gpu, &tiny(name), 256, all_graphs);
+        let ids = token_ids(256, 512);
+        hold(name, check::steps(&mut machine, &mut reference, &ids));
+        hold(name, check::sampling(&mut machine, &ids));
+        hold(name, check::drafts(&mut machine, &ids));
+    }
+}
+
+#[test]
+fn tiny_models_give_the_same_bits() {
+    let Some(gpu) = gpu() else { return };
+    for name in TINY {
+        let mut machine = open(&gpu, &tiny(name), 256, all_graphs).0;
+        let ids = token_ids(256, 512);
+        hold(name, check::widths(&mut machine, &ids));
+        hold(name, check::chunks(&mut machine, &ids[..130]));
+        hold(name, check::graphs(&mut machine, &ids));
+    }
+}
+
+#[test]
+fn tiny_models_are_as_near_to_f32_as_bf16_allows() {
+    let Some(gpu) = gpu() else { return };
+    for name in TINY {
+        let dir = tiny(name);
+        #[derive(serde::Deserialize)]
+        struct Golden {
+            input_ids: Vec<u32>,
+            greedy_ids: Vec<u32>,
+            greedy_margin: Vec<f32>,
+            bf16_top5_abs_diff: Vec<Vec<f32>>, // [prompt and greedy tokens but the last][5]
+        }
+        let golden: Golden = serde_json::from_slice(&std::fs::read(dir.join("golden.json")).unwrap()).unwrap();
+        let file = std::fs::read(dir.join("golden.safetensors")).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+        let floats = |name: &str| -> Vec<f32> {
+            tensors.tensor(name).unwrap().data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+        };
+        // The first greedy row is the last of the prompt.
+        let expected = [floats("prompt_logits"), floats("greedy_logits")[512..].to_vec()].concat();
+        let ids = [&golden.input_ids[..], &golden.greedy_ids[..golden.greedy_ids.len() - 1]].concat();
+        let mut machine = open(&gpu, &dir, 256, all_graphs).0;
+        let found = forced(&mut machine, &ids, 0);
+        let mut ours = Errors::default();
+        let theirs = Errors(golden.bf16_top5_abs_diff.concat());
+        for (found, expected) in found.chunks_exact(512).zip(expected.chunks_exact(512)) {
+            let mut best: Vec<usize> = (0..512).collect();
+            best.sort_by(|&a, &b| expected[b].total_cmp(&expected[a]));
+            ours.0.extend(best[..5].iter().map(|&id| (found[id] - expected[id]).abs()));
+        }
+        assert_eq!(ours.0.len(), theirs.0.len(), "{name}");
+        within(name, &ours, theirs.mean(), theirs.max());
+        let greedy = &found[(golden.input_ids.len() - 1) * 512..];
+        agree(name, greedy, 512, &golden.greedy_ids, &golden.greedy_margin);
+    }
+}
+
+#[test]
+fn smollm2_is_as_near_to_f32_as_bf16_allows() {
+    let (Some(gpu), Some(dir)) = (gpu(), smollm2()) else { return };
+    let mut machine = open(&gpu, &dir, 1024, all_graphs).0;
+    let vocab = machine.config().vocab;
+    let (mut all, mut theirs) = (Errors::default(), Vec::new());
+    for golden in SmolGolden::all(&dir) {
+        let last = golden.prompt_ids.len() - 1;
+        let ids = [&golden.prompt_ids[..], &golden.greedy_ids[..golden.greedy_ids.len() - 1]].concat();
+        let greedy = forced(&mut machine, &ids, last);
+        let mut ours = Errors::default();
+        for (row, top) in greedy.chunks_exact(vocab).zip(&golden.greedy_top5) {
+            ours.add(row, top);
+        }
+        within(&golden.name, &ours, golden.check.mean, golden.check.max);
+        // How far bf16 is off in the prompt the goldens do not say.
+        let start = forced(&mut machine, &golden.prompt_ids[..golden.prompt_top5.len()], 0);
+        let mut prompt = Errors::default();
+        for (row, top) in start.chunks_exact(vocab).zip(&golden.prompt_top5) {
+            prompt.add(row, top);
+        }
+        println!("{} prompt: off f32 by {:.4}, at most {:.4}", golden.name, prompt.mean(), prompt.max());
+        agree(&golden.name, &greedy, vocab, &golden.greedy_ids, &golden.greedy_margin);
+        all.0.extend(ours.0);
+        theirs.push((golden.check.mean, golden.check.max));
+    }
+    let (means, maxima): (Vec<f32>, Vec<f32>) = theirs.into_iter().unzip();
+    within("SmolLM2, all prompts", &all, Errors(means).mean(), Errors(maxima).max());
+}
+
+#[test]
+fn smollm2_holds_every_check() {
+    let (Some(gpu), Some(dir)) = (gpu(), smollm2()) else { return };
+    let (mut machine, mut reference) = open(&gpu, &dir, 2400, all_graphs);
+    let ids = token_ids(2400, machine.config().vocab);
+    hold("SmolLM2", check::steps(&mut machine, &mut reference, &ids));
+    hold("SmolLM2", check::widths(&mut machine, &ids));
+    hold("SmolLM2", check::chunks(&mut machine, &ids[..700]));
+    hold("SmolLM2", check::graphs(&mut machine, &ids[..1100]));
+    hold("SmolLM2", check::sampling(&mut machine, &ids));
+    hold("SmolLM2", check::drafts(&mut machine, &ids));
+}
+
+/// Two layers, so that the cache of 17,500 tokens can be compared as a whole; the kernels' shapes are those of the model.
+#[test]
+fn shape_of_8b_holds_every_check_of_bits() {
+    let Some(gpu) = gpu() else { return };
+    let mut machine = random(&gpu, "llama-3.1-8b", Some(2), 17_500);
+    let ids = token_ids(17_500, machine.config().vocab);
+    hold("8B", check::widths(&mut machine, &ids));
+    hold("8B", check::chunks(&mut machine, &ids[..700]));
+    hold("8B", check::graphs(&mut machine, &ids[..1100]));
+    hold("8B", check::sampling(&mut machine, &ids));
+    hold("8B", check::drafts(&mut machine, &ids));
+}
+
+#[test]
+fn a_thousand_tokens_are_replays_and_allocate_nothing() {
+    let Some(gpu) = gpu() else { return };
+    let machine = random(&gpu, "smollm2-135m", None, 2048);
+    let prompt = token_ids(100, machine.config().vocab);
+    let mut engine = Engine::new(Box::new(machine), Drafting::default()).unwrap();
+    let (allocations, free) = (gpu.allocations(), gpu.memory().unwrap().0);
+    for sampling in [Sampling::default(), Sampling { temperature: 0.8, top_p: 0.9, seed: 1, ..Sampling::default() }] {
+        let before = engine.counters();
+        let request = Request { prompt: &prompt, sampling: &sampling, end_ids: &[], max_tokens: Some(1000) };
+        let answer = engine.generate(&request, &mut |_: Event| Flow::Go).unwrap();
+        let Counters { verify_replays, eager, .. } = engine.counters();
+        assert_eq!((answer.tokens.len(), answer.finish), (1000, Finish::Length));
+        assert_eq!(eager, 0, "passes ran launch by launch");
+        assert!((1000..1010).contains(&(verify_replays - before.verify_replays)), "{verify_replays} replays");
+        engine.clear();
+    }
+    assert_eq!(gpu.allocations(), allocations, "memory was allocated while decoding");
+    let now = gpu.memory().unwrap().0;
+    assert!(free.saturating_sub(now) < 1 << 20, "{free} bytes were free, now {now}");
+    println!("1000 tokens twice: {:?}, no allocation", engine.counters());
+}
+
+/// Case O20: a graph that cannot be captured costs a warning and the same tokens, or the start with --require-graphs.
+#[test]
+fn tiny_models_answer_without_graphs() {
+    let Some(gpu) = gpu() else { return };
+    let dir = tiny("llama");
+    let sampling = Sampling { temperature: 0.8, top_k: 40, seed: 3, ..Sampling::default() };
+    let answer = |fail: fn(Pass) -> bool| {
+        let mut engine = Engine::new(Box::new(open(&gpu, &dir, 256, fail).0), Drafting::default()).unwrap();
+        let request = Request { prompt: &token_ids(30, 512), sampling: &sampling, end_ids: &[], max_tokens: Some(64) };
+        (engine.generate(&request, &mut |_: Event| Flow::Go).unwrap().tokens, engine.counters().eager)
+    };
+    let (expected, eager) = answer(all_graphs);
+    assert_eq!((expected.len(), eager), (64, 0));
+    assert_eq!(answer(|pass| pass == Pass::Verify { width: 1 }).0, expected);
+    assert!(answer(|pass| pass == Pass::Verify { width: 1 }).1 >= 64);
+    let (tokens, eager) = answer(|pass| matches!(pass, Pass::Prefill { .. }));
+    assert_eq!((tokens, eager), (expected.clone(), 1));
+    let (tokens, eager) = answer(|_| true);
+    assert!(tokens == expected && eager >= 65, "{eager}");
+
+    let (config, weights) = model(&dir);
+    let options = Options { context: 256, require_graphs: true, fail_capture: |pass| pass == Pass::Verify { width: 3 } };
+    let refused = Machine::new(gpu.clone(), config, Source::Checkpoint(&weights), &options, &mut |_, _| {});
+    let refused = refused.err().expect("a graph that must be there and is not is an error");
+    assert_eq!(error::exit_code(&refused), error::MACHINE);
+    assert!(refused.to_string().contains("Verify { width: 3 }"), "{refused}");
+
+    // The driver's own refusal: a wait inside a capture. The stream works afterwards (the last answer above, once more).
+    if std::env::var_os("VOLLEY_SHIM").is_none() {
+        assert!(gpu.capture(|| gpu.synchronize()).is_err(), "waiting inside a capture is an error");
+        assert_eq!(answer(all_graphs).0, expected);
+    }
+}
+
+/// Case O16: near the end of the context fewer drafts are verified; the text and the total stay.
+#[test]
+fn tiny_models_end_with_the_context() {
+    let Some(gpu) = gpu() else { return };
+    for name in TINY {
+        let prompt = token_ids(250, 512);
+        let answer = |drafting: Drafting| {
+            let mut engine = Engine::new(Box::new(open(&gpu, &tiny(name), 256, all_graphs).0), drafting).unwrap();
+            let request = Request { prompt: &prompt, sampling: &Sampling::default(), end_ids: &[], max_tokens: None };
+            let answer = engine.generate(&request, &mut |_: Event| Flow::Go).unwrap();
+            let accepted = engine.statistics().map_or(0, |s| s.accepted.iter().sum());
+            (answer.tokens, answer.finish, accepted)
+        };
+        let (plain, finish, _) = answer(Drafting::default());
+        assert_eq!((plain.len(), finish), (6, Finish::Context), "{name}");
+        for wrong in 0..=7 {
+            let right = plain.clone();
+            let script = move |history: &[u32]| {
+                let mut drafts: Vec<u32> = right[history.len() - 250..].iter().copied().chain(std::iter::repeat(7)).take(7).collect();
+                if let Some(draft) = drafts.get_mut(wrong) {
+                    *draft = (*draft + 1) % 512;
+                }
+                drafts
+            };
+            let (tokens, finish, accepted) = answer(Drafting { script: Some(Box::new(script)), ..Drafting::default() });
+            assert_eq!((&tokens, finish), (&plain, Finish::Context), "{name}, draft {wrong} wrong");
+            assert_eq!(accepted > 0, wrong > 0, "{name}, draft {wrong} wrong: {accepted} accepted");
+        }
+    }
+}
+
+/// A check must hold; what it says goes to the log.
+fn hold(name: &str, held: anyhow::Result<String>) {
+    println!("{name}: {}", held.unwrap_or_else(|e| panic!("{name}: {e:#}")));
+}
+
+/// The GPU that tests use, or a line that says why not, past the capture of the test harness, so that CI can count it.
+fn gpu() -> Option<Gpu> {
+    if let Some(library) = std::env::var_os("VOLLEY_SHIM") {
+        return Some(Gpu::new(Rc::new(Shim::open(Path::new(&library)).unwrap())));
+    }
+    match volley::gpu::open(0) {
+        Ok(gpu) => Some(gpu),
+        Err(e) => {
+            let _ = writeln!(std::io::stderr(), "skipped: no GPU: {e:#}");
+            None
+        }
+    }
+}
+
+fn all_graphs(_: Pass) -> bool {
+    false
+}
+
+fn tiny(name: &str) -> PathBuf {
+    Path::new("tests/data/tiny").join(name)
+}
+
+fn smollm2() -> Option<PathBuf> {
+    if std::env::var_os("VOLLEY_SHIM").is_some() {
+        return None; // hours
+    }
+    let dir = std::env::var_os("VOLLEY_MODEL").map_or("models/smollm2-135m-instruct".into(), PathBuf::from);
+    if dir.join("MANIFEST.json").exists() {
+        return Some(dir);
+    }
+    let _ = writeln!(std::io::stderr(), "skipped: no SmolLM2 in {}; scripts/fetch_smollm2.py fetches it", dir.display());
+    None
+}
+
+fn model(dir: &Path) -> (Config, volley::model::weights::Weights) {
+    let config = Config::open(dir).unwrap();
+    let weights = claim(&Table::builtin().unwrap(), &config, &Checkpoint::open(dir, Read::Mmap).unwrap()).unwrap();
+    weights.load(&mut |_, _| {}).unwrap();
+    (config, weights)
+}
+
+fn open(gpu: &Gpu, dir: &Path, context: usize, fail_capture: fn(Pass) -> bool) -> (Machine, Reference) {
+    let (config, weights) = model(dir);
+    let options = Options { context, require_graphs: false, fail_capture };
+    let machine = Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), &options, &mut |_, _| {}).unwrap();
+    (machine, Reference::new(config, weights, context, None, false).unwrap())
+}
+
+/// A shape of tests/shapes with random weights, and with fewer layers if `n_layers` says so.
+fn random(gpu: &Gpu, shape: &str, n_layers: Option<usize>, context: usize) -> Machine {
+    let mut config = Config::open(&Path::new("tests/shapes").join(shape)).unwrap();
+    config.n_layers = n_layers.unwrap_or(config.n_layers);
+    let options = Options { context, require_graphs: true, fail_capture: all_graphs };
+    Machine::new(gpu.clone(), config, Source::Random(1), &options, &mut |_, _| {}).unwrap()
+}
+
+/// Logits of the rows from `first` on, [ids - first, vocab], each token given: the rows before as one prompt, then eight rows a pass.
+fn forced(machine: &mut Machine, ids: &[u32], first: usize) -> Vec<f32> {
+    let rows = |n: usize| *volley::model::plan::PREFILL_ROWS.iter().find(|&&rows| rows >= n).expect("a short prompt");
+    if first > 0 {
+        machine.force(Pass::Prefill { rows: rows(first) }, &ids[..first], 0, false).unwrap();
+    }
+    let mut logits = Vec::new();
+    for (i, tokens) in ids[first..].chunks(8).enumerate() {
+        machine.force(Pass::Verify { width: 8 }, tokens, first + 8 * i, false).unwrap();
+        logits.extend(machine.logits(tokens.len()).unwrap());
+    }
+    logits
+}
+
+/// Absolute errors of logits.
+#[derive(Default)]
+struct Errors(Vec<f32>);
+
+impl Errors {
+    fn add(&mut self, row: &[f32], top: &Top) {
+        self.0.extend(top.ids.iter().zip(&top.logits).map(|(&id, l)| (row[id as usize] - l).abs()));
+    }
+
+    fn mean(&self) -> f32 {
+        self.0.iter().sum::<f32>() / self.0.len() as f32
+    }
+
+    /// NaN counts as the largest.
+    fn max(&self) -> f32 {
+        self.0.iter().copied().max_by(|a, b| a.total_cmp(b)).unwrap()
+    }
+}
+
+fn within(name: &str, ours: &Errors, mean: f32, max: f32) {
+    println!("{name}: off f32 by {:.4} (transformers in bf16 {mean:.4}), at most {:.4} ({max:.4})", ours.mean(), ours.max());
+    assert!(ours.mean() <= BF16_SHARE * mean, "{name}: mean error {}, transformers in bf16 {mean}", ours.mean());
+    assert!(ours.max() <= BF16_SHARE * max, "{name}: largest error {}, transformers in bf16 {max}", ours.max());
+}
+
+/// Rows of logits choose the golden tokens wherever those lead by more than MARGIN.
+fn agree(name: &str, logits: &[f32], vocab: usize, golden: &[u32], margins: &[f32]) {
+    let rows: Vec<&[f32]> = logits.chunks_exact(vocab).collect();
+    assert_eq!((rows.len(), margins.len()), (golden.len(), golden.len()), "{name}");
+    for (i, row) in rows.iter().enumerate() {
+        let best = volley::decode::sample::greedy(row).0;
+        assert!(best == golden[i] || margins[i] <= MARGIN, "{name}: token {i} is {best}, expected {} with a lead of {}", golden[i], margins[i]);
+    }
+}
+
+#[derive(serde::Deserialize)]
+struct SmolGolden {
+    name: String,
+    manifest_files: BTreeMap<String, String>,
+    prompt_ids: Vec<u32>,
+    greedy_ids: Vec<u32>,
+    greedy_margin: Vec<f32>,
+    prompt_top5: Vec<Top>, // first 16 prompt positions
+    greedy_top5: Vec<Top>, // first 16 greedy steps
+    check: Bf16,
+}
+
+#[derive(serde::Deserialize)]
+struct Top {
+    ids: Vec<u32>,
+    logits: Vec<f32>,
+}
+
+/// What transformers' own bf16 run is off, over the greedy steps' top five.
+#[derive(serde::Deserialize)]
+struct Bf16 {
+    #[serde(rename = "bf16_one_pass_top5_mean_abs_diff")]
+    mean: f32,
+    #[serde(rename = "bf16_one_pass_top5_max_abs_diff")]
+    max: f32,
+}
+
+impl SmolGolden {
+    /// Every golden file; they must have been made from the very weights in `dir`.
+    fn all(dir: &Path) -> Vec<SmolGolden> {
+        let manifest: serde_json::Value = serde_json::from_slice(&std::fs::read(dir.join("MANIFEST.json")).unwrap()).unwrap();
+        let files = std::fs::read_dir("tests/data/golden").unwrap().map(|e| e.unwrap().path());
+        let goldens: Vec<SmolGolden> = files.map(|f| serde_json::from_slice(&std::fs::read(f).unwrap()).unwrap()).collect();
+        assert_eq!(goldens.len(), 8);
+        for golden in &goldens {
+            let (want, got) = (&golden.manifest_files["model.safetensors"], &manifest["files"]["model.safetensors"]);
+            assert_eq!(want, got, "{}: made from other weights; scripts/fetch_smollm2.py --force makes the right ones", golden.name);
+        }
+        goldens
+    }
+}
