@@ -176,7 +176,13 @@ fn qwen3() {
 fn o20_require_graphs_refuses() {
     let (config, weights) = model("llama");
     let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
-    let options = Options { context: 200, drafter: None, ngram: false, require_graphs: true, fail_capture: |pass| pass == Pass::Prefill { rows: 64 } };
+    let options = Options {
+        context: 200,
+        drafter: None,
+        ngram: false,
+        require_graphs: true,
+        fail_capture: |pass| pass == Pass::Prefill { rows: 64 },
+    };
     let error = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).err().unwrap();
     assert!(format!("{error:#}").contains("Prefill { rows: 64 }"), "{error:#}");
 }
@@ -190,8 +196,8 @@ fn checks_of_doctor_hold() {
         let (config, weights) = open(dir.path());
         let ids = token_ids(check::STEP_ROWS, config.vocab);
         let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
-        let options = Options { context: 200, require_graphs: true, fail_capture: |_| false };
-        let mut m = Machine::new(gpu, config.clone(), Source::Checkpoint(&weights), &options, &mut |_, _| {}).unwrap();
+        let options = Options { context: 200, drafter: None, ngram: false, require_graphs: true, fail_capture: |_| false };
+        let mut m = Machine::new(gpu, config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
         let mut r = Reference::new(config.clone(), weights, 200, None, false).unwrap();
         let hold = |held: anyhow::Result<String>| println!("{}: {}", shape.name, held.unwrap_or_else(|e| panic!("{}: {e:#}", shape.name)));
         hold(check::steps(&mut m, &mut r, &ids));

@@ -215,8 +215,13 @@ impl Model {
         let backend: Box<dyn Backend> = match gpu {
             Ok(gpu) => {
                 let source = weights.as_ref().map_or(Source::Random(0), Source::Checkpoint);
-                let machine_options =
-                    machine::Options { context, drafter, ngram: draft.ngram, require_graphs: options.require_graphs, fail_capture: |_| false };
+                let machine_options = machine::Options {
+                    context,
+                    drafter,
+                    ngram: draft.ngram,
+                    require_graphs: options.require_graphs,
+                    fail_capture: |_| false,
+                };
                 let mut progress = Progress::new();
                 let made =
                     machine::Machine::new(gpu, config.clone(), source, machine_options, &mut |done, total| progress.show(done, total))?;

@@ -6,9 +6,9 @@
 use super::device::{Gpu, Kernel, Launch, Memory, Params};
 use super::params::*;
 use super::weights::Matrix;
-use crate::model::config::Rope;
 use crate::decode::draft_ngram::{MAX_NGRAM, MIN_NGRAM};
 use crate::decode::MAX_DRAFTS;
+use crate::model::config::Rope;
 use crate::model::plan::{Attention, BufferId, BufferKind, Epilogue, Linear, Owner, Pass, Plan, Step, Tokens, FEATURE_ROWS, MAX_WIDTH};
 use crate::model::weights::{Role, WeightId};
 use crate::state_offset;
@@ -317,7 +317,8 @@ impl Launcher<'_> {
         };
         let (ring, rows) = (drafter.ring.at(0), self.arena.buffers[buffer.name].at(0));
         let mask = FEATURE_ROWS as i32 - 1;
-        let mut params = CopyParams { n_rows: self.n_rows(self.rows())?, rows: self.rows() as i32, dim: buffer.dim as i32, ..CopyParams::zeroed() };
+        let mut params =
+            CopyParams { n_rows: self.n_rows(self.rows())?, rows: self.rows() as i32, dim: buffer.dim as i32, ..CopyParams::zeroed() };
         if store {
             (params.from, params.from_mask) = (rows, -1);
             (params.to, params.to_mask, params.to_start) = (ring, mask, self.arena.state(state_offset!(length)));

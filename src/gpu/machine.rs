@@ -104,7 +104,8 @@ impl Machine {
             }
             check_drafter(d)?;
         }
-        let plans: BTreeMap<Pass, (Plan, Norms)> = plans.into_iter().map(|(pass, plan)| (pass, (norms(&plan), plan))).map(|(pass, (n, p))| (pass, (p, n))).collect();
+        let plans: BTreeMap<Pass, (Plan, Norms)> =
+            plans.into_iter().map(|(pass, plan)| (pass, (norms(&plan), plan))).map(|(pass, (n, p))| (pass, (p, n))).collect();
         if config.head_dim != 64 && config.head_dim != 128 {
             bail!("head_dim {}: the GPU backend has attention kernels for 64 and 128; use --device cpu", config.head_dim);
         }
@@ -140,7 +141,8 @@ impl Machine {
         let chunks = attention_chunks(capacity);
         let mut attentions = vec![(config.n_heads, config.n_kv_heads, config.head_dim)];
         attentions.extend(drafter.as_ref().map(|d| (d.shape.n_heads, d.shape.n_kv_heads, d.shape.head_dim)));
-        let partials = attentions.iter().flat_map(|&(heads, kv, dim)| WIDTHS.map(|w| 4 * attention_partial_floats(w, heads, kv, dim, chunks)));
+        let partials =
+            attentions.iter().flat_map(|&(heads, kv, dim)| WIDTHS.map(|w| 4 * attention_partial_floats(w, heads, kv, dim, chunks)));
         let partials = partials.max().expect("there are widths");
         let other = buffer_bytes.values().sum::<usize>()
             + normed_bytes
@@ -199,7 +201,8 @@ impl Machine {
             drafter,
             draft_scratch: gpu.allocate(DRAFT_SCRATCH_BYTES)?,
             attention_partials: gpu.allocate(partials)?,
-            attention_counters: gpu.allocate(attentions.iter().map(|(heads, kv, _)| 4 * kv * MAX_WIDTH * heads).max().expect("never empty"))?,
+            attention_counters: gpu
+                .allocate(attentions.iter().map(|(heads, kv, _)| 4 * kv * MAX_WIDTH * heads).max().expect("never empty"))?,
             state: gpu.allocate(std::mem::size_of::<State>())?,
             options: gpu.allocate(std::mem::size_of::<SamplingParams>())?,
             sample_scratch: gpu.allocate(SAMPLE_SCRATCH_BYTES)?,
@@ -428,7 +431,7 @@ impl Machine {
         for memory in self.arena.buffers.values() {
             self.gpu.fill(memory.at(0), 0xff, memory.bytes())?;
         }
-        for memory in [&self.arena.keys, &self.arena.values] {
+        for memory in [&self.arena.cache.keys, &self.arena.cache.values] {
             self.gpu.fill(memory.at(0), 0x41, memory.bytes())?;
         }
         self.gpu.synchronize()
@@ -443,7 +446,8 @@ impl Machine {
         let limits = Limits { end_ids: Vec::new(), max_tokens: usize::MAX, context: usize::MAX >> 33 };
         self.begin(&tokens[..1], 0, &Sampling::default(), &limits)?;
         let ids: Vec<i32> = tokens.iter().map(|&id| id as i32).collect();
-        let mut state = State { length: position as i32, rows: ids.len() as i32, root: ids[0], history_length: position as i32 + 1, ..State::zeroed() };
+        let mut state =
+            State { length: position as i32, rows: ids.len() as i32, root: ids[0], history_length: position as i32 + 1, ..State::zeroed() };
         if let Pass::Prefill { .. } = pass {
             self.stage(&ids, self.arena.history.at(4 * position))?;
         } else {
@@ -708,7 +712,9 @@ impl Backend for Machine {
             for drafts in 1..=MAX_DRAFTS {
                 self.begin_timing(1, MAX_DRAFTS + 1)?;
                 let pass = Pass::Draft { width: MAX_DRAFTS + 1, drafts };
-                let graph = self.graphs[&(pass, self.chunks(pass, 2 * MAX_DRAFTS), Choice::Greedy)].as_ref().context("the graph was not captured")?;
+                let graph = self.graphs[&(pass, self.chunks(pass, 2 * MAX_DRAFTS), Choice::Greedy)]
+                    .as_ref()
+                    .context("the graph was not captured")?;
                 let mut times = self.time_replays(graph, 9)?;
                 times.sort_by(f64::total_cmp);
                 costs.draft[drafts - 1] = times[4];
