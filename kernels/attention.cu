@@ -632,7 +632,7 @@ constexpr int kPrefillThreads = 32 * kPrefillWarps, kPrefillColumns = 16 * kPref
 
 template <int HD> __device__ void attention_prefill(const AttentionParams& p) {
   constexpr int KI = HD / 32, NT = HD / 8;
-  constexpr int kTogether = 4;      // 8-dim tiles of V whose sums are under way together
+  constexpr int kTogether = 4, kCopied = NT / 2 / kPrefillWarps;      // 8-dim tiles of V: sums under way together; of a half, copied by a warp
   SHARED(uint4, k_step, [kTiles][KI][32]);
   SHARED(uint4, v_step, [NT][2][32]);
   SHARED(uint4, q_operand, [kPrefillWarps][KI][2][32]);      // a lane reads what it wrote: this spares 32 registers at head_dim 128
@@ -645,9 +645,9 @@ template <int HD> __device__ void attention_prefill(const AttentionParams& p) {
   if (first_column >= n_columns) return;
   const int end = length + min(first_column + kPrefillColumns - 1, n_columns - 1) / group + 1;
 
-  // Warp w copies tiles w and w + 4 of K (two blocks of 32 positions apart) and a quarter of V's dims.
+  // Warp w copies tiles w and w + 4 of K (two blocks of 32 positions apart) and a quarter of each half of V's dims.
   const uint4* k_at = k_pieces<HD>(p, kv_head, 0, warp, lane);
-  const uint4* v_at = v_pieces<HD>(p, kv_head, 0, NT / kPrefillWarps * warp, lane);
+  const uint4* v_at = v_pieces<HD>(p, kv_head, 0, kCopied * warp, lane);
   auto copy_k = [&] {
 #pragma unroll
     for (int b = 0; b < 2; b++)
@@ -656,16 +656,17 @@ template <int HD> __device__ void attention_prefill(const AttentionParams& p) {
     copy_async_commit();
     k_at += kStep * HD / 8;
   };
-  auto copy_v = [&] {
+  auto copy_v = [&](int half) {
 #pragma unroll
-    for (int n = 0; n < NT / kPrefillWarps; n++)
+    for (int n = 0; n < kCopied; n++)
 #pragma unroll
-      for (int b = 0; b < 2; b++) copy_async(&v_step[NT / kPrefillWarps * warp + n][b][lane], v_at + (size_t)n * p.capacity + b * kNextPositions);
+      for (int b = 0; b < 2; b++) copy_async(&v_step[NT / 2 * half + kCopied * warp + n][b][lane], v_at + (size_t)(NT / 2 * half + n) * p.capacity + b * kNextPositions);
     copy_async_commit();
-    v_at += kStep / 8;
+    if (half) v_at += kStep / 8;
   };
   copy_k();
-  copy_v();
+  copy_v(0);
+  copy_v(1);
 
   // Columns g and g+8 of the warp; those past the last one see zeros and are not written.
   int last[2];      // position that a column sees last
@@ -702,12 +703,12 @@ template <int HD> __device__ void attention_prefill(const AttentionParams& p) {
     Factors f_low, f_high;
 #pragma unroll 1
     for (; position < stop; position += kStep) {
-      copy_async_wait<1>();
+      copy_async_wait<2>();      // K; then V
       __syncthreads();
       float s[kTiles][4];
 #pragma unroll
       for (int tile = 0; tile < kTiles; tile++) s[tile][0] = s[tile][1] = s[tile][2] = s[tile][3] = 0.f;
-#pragma unroll
+#pragma unroll 2
       for (int i = 0; i < KI; i++) {
         const uint4 q0 = q_operand[warp][i][0][lane], q1 = q_operand[warp][i][1][lane];
 #pragma unroll
@@ -738,7 +739,6 @@ template <int HD> __device__ void attention_prefill(const AttentionParams& p) {
         const uint2 first = tile_probabilities(s[tile], m_low, m_high, scale_log2), second = tile_probabilities(s[tile + 1], m_low, m_high, scale_log2);
         uint4& x = probability[tile / 2];
         x = make_uint4(first.x, first.y, second.x, second.y);
-        have_now(x.x); have_now(x.y); have_now(x.z); have_now(x.w);      // behind the barrier they would hold 16 registers more, and others up
       }
 
       copy_async_wait<1>();
@@ -746,30 +746,35 @@ template <int HD> __device__ void attention_prefill(const AttentionParams& p) {
       float weights[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int i = 0; i < kTiles / 2; i++) mma_bf16(weights, probability[i], kOnes, kOnes);
+      // In halves: each is copied anew once it is read, and no more sums are under way than there are registers for.
 #pragma unroll
-      for (int first = 0; first < NT; first += kTogether) {
-        float sum[kTogether][4];
+      for (int half = 0; half < 2; half++) {
 #pragma unroll
-        for (int n = 0; n < kTogether; n++) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0.f;
+        for (int first = NT / 2 * half; first < NT / 2 * (half + 1); first += kTogether) {
+          float sum[kTogether][4];
 #pragma unroll
-        for (int b = 0; b < 2; b++) {
-          uint4 v[kTogether];
+          for (int n = 0; n < kTogether; n++) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0.f;
 #pragma unroll
-          for (int n = 0; n < kTogether; n++) v[n] = v_step[first + n][b][lane];
+          for (int b = 0; b < 2; b++) {
+            uint4 v[kTogether];
 #pragma unroll
-          for (int n = 0; n < kTogether; n++) mma_bf16(sum[n], probability[2 * b], v[n].x, v[n].y);
+            for (int n = 0; n < kTogether; n++) v[n] = v_step[first + n][b][lane];
 #pragma unroll
-          for (int n = 0; n < kTogether; n++) mma_bf16(sum[n], probability[2 * b + 1], v[n].z, v[n].w);
+            for (int n = 0; n < kTogether; n++) mma_bf16(sum[n], probability[2 * b], v[n].x, v[n].y);
+#pragma unroll
+            for (int n = 0; n < kTogether; n++) mma_bf16(sum[n], probability[2 * b + 1], v[n].z, v[n].w);
+          }
+#pragma unroll
+          for (int n = 0; n < kTogether; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) part[first + n][e] = fold(part[first + n][e], sum[n][e], e < 2 ? f_low : f_high);
         }
-#pragma unroll
-        for (int n = 0; n < kTogether; n++)
-#pragma unroll
-          for (int e = 0; e < 4; e++) part[first + n][e] = fold(part[first + n][e], sum[n][e], e < 2 ? f_low : f_high);
-        if (first == 0) { part_l[0] = fold(part_l[0], weights[0], f_low); part_l[1] = fold(part_l[1], weights[2], f_high); }
+        __syncthreads();
+        if (position + kStep < end) copy_v(half);
+        else copy_async_commit();
       }
-      __syncthreads();
-      if (position + kStep < end) copy_v();
-      else copy_async_commit();
+      part_l[0] = fold(part_l[0], weights[0], f_low);
+      part_l[1] = fold(part_l[1], weights[2], f_high);
     }
     total_m[0] = fold_maximum(total_m[0], part_m[0], scale_log2, f_low);
     total_m[1] = fold_maximum(total_m[1], part_m[1], scale_log2, f_high);
@@ -783,10 +788,10 @@ template <int HD> __device__ void attention_prefill(const AttentionParams& p) {
 
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int thread = thread_index_anew(), column = (gridDim.x - 1 - blockIdx.x) * kPrefillColumns + 16 * (thread >> 5) + (thread >> 2 & 7) + 8 * half;
+    const int column = first_column + 16 * warp + g + 8 * half;
     if (column >= n_columns) continue;
     const float inv = __fdiv_rn(1.f, total_l[half]);
-    bf16* out = p.out + ((size_t)(column / group) * (p.n_heads - group) + blockIdx.y * group + column) * HD + 2 * (thread & 3);
+    bf16* out = p.out + ((size_t)(column / group) * (p.n_heads - group) + kv_head * group + column) * HD + 2 * t;
 #pragma unroll
     for (int n = 0; n < NT; n++)
       *reinterpret_cast<uint32_t*>(out + 8 * n) = bf16_pair(__fmul_rn(total[n][2 * half], inv), __fmul_rn(total[n][2 * half + 1], inv));

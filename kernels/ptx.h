@@ -61,11 +61,6 @@ __device__ __forceinline__ void have_now(int& v) {
   asm volatile("" : "+r"(v));
 #endif
 }
-__device__ __forceinline__ void have_now(unsigned& v) {
-#ifndef CPU_SHIM
-  asm volatile("" : "+r"(v));
-#endif
-}
 template <class T> __device__ __forceinline__ void have_now(T*& v) {
 #ifndef CPU_SHIM
   asm volatile("" : "+l"(v));
