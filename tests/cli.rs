@@ -50,7 +50,11 @@ fn help_goes_to_stdout() {
     assert!(version.text().starts_with(&format!("volley {}", env!("CARGO_PKG_VERSION"))));
     // What runs on which chip: machine code and portable code, or why there is none.
     assert!(version.text().contains("\nkernels: "), "{}", version.text());
-    assert!(version.text().contains("sm_90a") && version.text().contains("portable code") || version.text().contains("no nvcc"), "{}", version.text());
+    assert!(
+        version.text().contains("sm_90a") && version.text().contains("portable code") || version.text().contains("no nvcc"),
+        "{}",
+        version.text()
+    );
 }
 
 #[test]

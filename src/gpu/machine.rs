@@ -391,7 +391,8 @@ impl Machine {
         let limits = Limits { end_ids: Vec::new(), max_tokens: usize::MAX, context: usize::MAX >> 33 };
         self.begin(&tokens[..1], 0, &Sampling::default(), &limits)?;
         let ids: Vec<i32> = tokens.iter().map(|&id| id as i32).collect();
-        let mut state = State { length: position as i32, rows: ids.len() as i32, root: ids[0], history_length: position as i32 + 1, ..State::zeroed() };
+        let mut state =
+            State { length: position as i32, rows: ids.len() as i32, root: ids[0], history_length: position as i32 + 1, ..State::zeroed() };
         if let Pass::Prefill { .. } = pass {
             self.stage(&ids, self.arena.history.at(4 * position))?;
         } else {
