@@ -7,12 +7,12 @@
 //
 // ---- The order of every sum ----
 // A column is one (row, query head) pair of a KV head: column = row * group + head in group. Columns are the 16-row operand of mma_bf16.
-//   step:  64 positions from a multiple of 64, inside a chunk. Scores: one accumulator per position, 16 dims an mma, pieces of 32 dims in ascending order.
-//          m' = max(m, maximum of the step); p = exp2((s - m') * scale * log2 e), rounded to bf16; o = o * exp2(m - m') + p v, in one accumulator a dim, 16
-//          positions an mma, ascending tiles; l = l * exp2(m - m') + the sum of the rounded p (so the weights add up to one as they are used): lane t of a
-//          quad adds its two positions of tiles 0..7 in order, then the quad adds over xor 1, xor 2.
-//   chunk: its steps in ascending order, from an empty state (m = -inf, l = 0, o = 0). Boundaries: attention_chunk_begin in params.h.
-//   row:   chunks folded in ascending order into an empty state, (m, l, o) and (m', l', o') both scaled to the larger maximum; out = bf16(o * (1 / l)).
+//   step:  64 positions from a multiple of 64, from an empty state. Scores: one accumulator per position, 16 dims an mma, pieces of 32 dims in ascending
+//          order. m = their maximum; p = exp2((s - m) * scale * log2 e), rounded to bf16; o = p v, in one accumulator a dim, 16 positions an mma, ascending
+//          tiles; l: as one more dim of v whose elements are 1, so that the weights add up to one as they are used.
+//   fold:  (m, l, o) and (m', l', o') are both scaled to the larger maximum and added.
+//   chunk: its steps folded in ascending order into an empty state (m = -inf, l = 0, o = 0). Boundaries: attention_chunk_begin in params.h.
+//   row:   its chunks folded in ascending order into an empty state; out = bf16(o * (1 / l)).
 // A position that a column must not see has p = 0, an empty chunk folds to nothing: neither changes a bit, as long as V is finite there. Columns of one
 // pass that end in different steps or chunks thus share them.
 //
@@ -27,18 +27,19 @@ namespace {
 
 constexpr int kStep = kAttentionStep;
 constexpr int kTiles = kStep / 8;
-// Up to this many chunks one block does all of a KV head and no partials are written: a step more costs a block about as much as a quarter of the write,
-// the counter and the combine.
-constexpr int kDirectChunks = 4;
-static_assert(kDirectChunks * kStep <= kAttentionNarrowEnd, "the direct path takes every chunk to be one step");
+constexpr uint32_t kOnes = 0x3f803f80u;      // two bf16
+#ifndef FINE_COLUMNS
+#define FINE_COLUMNS 2048
+#endif
+constexpr int kFineColumns = FINE_COLUMNS;
 
 // ---- the state of a softmax, for the two columns g and g+8 of a lane ----
 struct Factors { float keep, add; };
 // The maximum of a state and an addition, and what l and o of both are to be multiplied with.
 __device__ __forceinline__ float fold_maximum(float m, float new_m, float scale_log2, Factors& f) {
   const float top = fmaxf(m, new_m);
-  f.keep = m == top ? 1.f : exp2f(__fmul_rn(m - top, scale_log2));          // also for -inf against -inf
-  f.add = new_m == top ? 1.f : exp2f(__fmul_rn(new_m - top, scale_log2));
+  f.keep = m == top ? 1.f : exp2_fast(__fmul_rn(m - top, scale_log2));          // also for -inf against -inf
+  f.add = new_m == top ? 1.f : exp2_fast(__fmul_rn(new_m - top, scale_log2));
   return top;
 }
 __device__ __forceinline__ float fold(float old, float addition, const Factors& f) { return __fmaf_rn(addition, f.add, __fmul_rn(old, f.keep)); }
@@ -47,21 +48,15 @@ __device__ __forceinline__ float quad_max(float v) {
   v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 1));
   return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
 }
-__device__ __forceinline__ float quad_sum(float v) {
-  v = __fadd_rn(v, __shfl_xor_sync(0xffffffffu, v, 1));
-  return __fadd_rn(v, __shfl_xor_sync(0xffffffffu, v, 2));
-}
-
 // Position, within its step, of column n of tile T.
 __device__ __forceinline__ int tile_position(int tile, int n) { return 32 * (tile >> 2) + 8 * (n >> 1) + 2 * (tile & 3) + (n & 1); }
 
 // The probabilities of one tile for columns g (x) and g+8 (y), each two positions as a bf16 pair.
 __device__ __forceinline__ uint2 tile_probabilities(const float (&s)[4], float m_low, float m_high, float scale_log2) {
   const float low = m_low == -INFINITY ? 0.f : -__fmul_rn(m_low, scale_log2), high = m_high == -INFINITY ? 0.f : -__fmul_rn(m_high, scale_log2);
-  return make_uint2(bf16_pair(exp2f(__fmaf_rn(s[0], scale_log2, low)), exp2f(__fmaf_rn(s[1], scale_log2, low))),
-                    bf16_pair(exp2f(__fmaf_rn(s[2], scale_log2, high)), exp2f(__fmaf_rn(s[3], scale_log2, high))));
+  return make_uint2(bf16_pair(exp2_fast(__fmaf_rn(s[0], scale_log2, low)), exp2_fast(__fmaf_rn(s[1], scale_log2, low))),
+                    bf16_pair(exp2_fast(__fmaf_rn(s[2], scale_log2, high)), exp2_fast(__fmaf_rn(s[3], scale_log2, high))));
 }
-__device__ __forceinline__ float pair_sum(uint32_t pair) { return __fadd_rn(bf16_low(pair), bf16_high(pair)); }
 
 #ifdef PLANT_OFF_BY_ONE      // negative control of the tests
 __device__ __forceinline__ bool visible(int position, int last) { return position < last; }
@@ -103,21 +98,38 @@ __device__ __forceinline__ void sine_cosine(float x, float& sine, float& cosine)
   cosine = (quadrant + 1) & 2 ? -b : b;
 }
 
-// What rope needs that does not change: loaded before pdl_wait.
-template <int HD> struct RopeConstants { float frequency[HD / 64], norm[HD / 32]; };
-template <int HD> __device__ __forceinline__ RopeConstants<HD> rope_constants(const AttentionParams& p, const bf16* norm, int lane) {
+// What does not change and is loaded before pdl_wait: of a lane's dims, the frequencies and the norm weights (1 without a norm).
+template <int HD> struct RopeFrequencies { float at[HD / 64]; };
+template <int HD> struct HeadNorm { float weight[HD / 32]; };
+template <int HD> __device__ __forceinline__ RopeFrequencies<HD> rope_frequencies(const AttentionParams& p, int lane) {
+  RopeFrequencies<HD> f;
+#pragma unroll
+  for (int j = 0; j < HD / 64; j++) f.at[j] = p.inv_freq[HD / 64 * lane + j];
+  return f;
+}
+template <int HD> __device__ __forceinline__ HeadNorm<HD> head_norm(const bf16* norm, int lane) {
   constexpr int P = HD / 64;
-  RopeConstants<HD> c;
+  HeadNorm<HD> n;
 #pragma unroll
   for (int j = 0; j < P; j++) {
-    c.frequency[j] = p.inv_freq[P * lane + j];
-    c.norm[j] = norm ? __bfloat162float(norm[P * lane + j]) : 1.f;
-    c.norm[P + j] = norm ? __bfloat162float(norm[HD / 2 + P * lane + j]) : 1.f;
+    n.weight[j] = norm ? __bfloat162float(norm[P * lane + j]) : 1.f;
+    n.weight[P + j] = norm ? __bfloat162float(norm[HD / 2 + P * lane + j]) : 1.f;
   }
-  return c;
+  return n;
 }
-// RMSNorm (if the model has one) and RoPE of one head at `position`: dims i and i + head_dim / 2 turn together. f32, rounded to bf16 once.
-template <int HD> __device__ __forceinline__ RawHead norm_and_rope(const RawHead& raw, const RopeConstants<HD>& c, bool norm, const AttentionParams& p, int position) {
+// Sine and cosine of a lane's angles at a position.
+template <int HD> struct Turn { float sine[HD / 64], cosine[HD / 64]; };
+template <int HD> __device__ __forceinline__ Turn<HD> turn_of(const RopeFrequencies<HD>& frequencies, float rope_factor, int position) {
+  Turn<HD> turn;
+#pragma unroll
+  for (int j = 0; j < HD / 64; j++) {
+    sine_cosine(__fmul_rn((float)position, frequencies.at[j]), turn.sine[j], turn.cosine[j]);
+    turn.sine[j] = __fmul_rn(turn.sine[j], rope_factor); turn.cosine[j] = __fmul_rn(turn.cosine[j], rope_factor);
+  }
+  return turn;
+}
+// RMSNorm (if the model has one) and RoPE of one head: dims i and i + head_dim / 2 turn together. f32, rounded to bf16 once.
+template <int HD> __device__ __forceinline__ RawHead norm_and_rope(const RawHead& raw, const HeadNorm<HD>& weights, bool norm, float norm_eps, const Turn<HD>& turn) {
   constexpr int P = HD / 64;
   float x[2 * P];
   x[0] = bf16_low(raw.lower); x[P] = bf16_low(raw.upper);
@@ -126,21 +138,30 @@ template <int HD> __device__ __forceinline__ RawHead norm_and_rope(const RawHead
     float squares = 0.f;
 #pragma unroll
     for (int j = 0; j < 2 * P; j++) squares = __fmaf_rn(x[j], x[j], squares);
-    const float inv = rsqrtf(__fmaf_rn(warp_sum(squares), 1.f / HD, p.norm_eps));
+    const float inv = rsqrtf(__fmaf_rn(warp_sum(squares), 1.f / HD, norm_eps));
 #pragma unroll
-    for (int j = 0; j < 2 * P; j++) x[j] = __fmul_rn(__fmul_rn(x[j], inv), c.norm[j]);
+    for (int j = 0; j < 2 * P; j++) x[j] = __fmul_rn(__fmul_rn(x[j], inv), weights.weight[j]);
   }
   float y[2 * P];
 #pragma unroll
   for (int j = 0; j < P; j++) {
-    float sine, cosine;
-    sine_cosine(__fmul_rn((float)position, c.frequency[j]), sine, cosine);
-    sine = __fmul_rn(sine, p.rope_factor); cosine = __fmul_rn(cosine, p.rope_factor);
-    y[j] = __fmaf_rn(x[j], cosine, -__fmul_rn(x[P + j], sine));
-    y[P + j] = __fmaf_rn(x[P + j], cosine, __fmul_rn(x[j], sine));
+    y[j] = __fmaf_rn(x[j], turn.cosine[j], -__fmul_rn(x[P + j], turn.sine[j]));
+    y[P + j] = __fmaf_rn(x[P + j], turn.cosine[j], __fmul_rn(x[j], turn.sine[j]));
   }
   if constexpr (P == 2) return {bf16_pair(y[0], y[1]), bf16_pair(y[2], y[3])};
   return {bf16_pair(y[0], 0.f), bf16_pair(y[1], 0.f)};
+}
+// A turned head as column `column` of a column tile of q, in the order in which mma_bf16 takes it: tile is [32 dims][half h][lane].
+template <int HD> __device__ __forceinline__ void store_operand(uint4 (*tile)[2][32], int column, int lane, const RawHead& head) {
+  constexpr int P = HD / 64;
+#pragma unroll
+  for (int upper = 0; upper < 2; upper++) {
+    const int dim = upper * (HD / 2) + P * lane;
+    uint32_t* word = reinterpret_cast<uint32_t*>(&tile[dim >> 5][dim >> 2 & 1][(column & 7) * 4 + (dim >> 3 & 3)]) + (dim & 2) + (column >> 3);
+    const uint32_t bits = upper ? head.upper : head.lower;
+    if constexpr (P == 2) *word = bits;
+    else reinterpret_cast<uint16_t*>(word)[dim & 1] = (uint16_t)bits;
+  }
 }
 
 template <int HD> __device__ __forceinline__ bf16* qkv_row(const AttentionParams& p, int row) { return p.qkv + (size_t)row * (p.n_heads + 2 * p.n_kv_heads) * HD; }
@@ -156,221 +177,352 @@ template <int HD> __device__ __forceinline__ const uint4* v_pieces(const Attenti
 }
 
 // ---- decode and verify ----
-// Grid: (chunks of the captured context, KV heads, ceil(max_rows * group / (16 TILES))). A block of 8 warps does one chunk for 16 TILES columns; blocks
-// without a live chunk leave at once. Low block indices take the newest chunks: they are the widest and hold the rows to be written.
-// A step: warp w scores tile w (8 positions, all dims: head_dim / 32 pieces a lane), the warps exchange maxima and probabilities through shared memory,
-// then warp w sums over them for head_dim / 64 tiles of 8 dims. Every byte of the step is thus under way before the first is used, and the next step's K
-// and V are requested as soon as this step's registers are free. Rows of this pass are patched into the loaded pieces from shared memory, since the
-// block that writes them to the cache would wait long to read them back.
-// Shared memory: q in operand order, new rows of K and V (16 each), maxima, sums, probabilities: 44 KB at most.
+// Grid: (blocks of a KV head: attention_blocks of the captured context, KV heads, ceil(max_rows * group / (16 TILES))). A block of 8 warps does one unit of
+// the cache for 16 TILES columns: a chunk, or in short contexts one step of it, so that more SMs share the work. Nothing in the order of sums depends on
+// that. Blocks without a live unit leave at once. With one unit in all, its block writes the output; else the last block to arrive folds all.
+// Batch: S steps at a time. Warp w scores tile w of each (8 positions, all dims: head_dim / 32 pieces a lane), the warps exchange maxima and probabilities
+// through shared memory, then warp w sums over them for head_dim / 64 tiles of 8 dims. Every byte of a batch is thus under way before the first is used,
+// and the next batch is requested as soon as registers are free. Before the dependency wait the unit is requested into L2: where it begins is a guess from
+// the length of that moment, which costs at most time.
+// Rows of this pass are patched into the loaded pieces from shared memory, since the block that writes them to the cache would wait long to read them back.
+// Shared memory: q in operand order, new rows of K and V, maxima, probabilities, factors: 44 KB at most.
 constexpr int kDecodeWarps = kTiles;
 constexpr int kDecodeThreads = 32 * kDecodeWarps;
 constexpr int kMaxRows = kAttentionMaxRows;
+constexpr int kNewPositions = kMaxRows + 8;      // new rows of V lie at positions from a multiple of 8
+constexpr int kPrefetchSteps = 4;
 
-// Folds the partials of columns [0, n_columns) of this block's column group, over all live chunks, and writes them out.
-// A warp takes one column and 64 dims at a time; eight chunks are loaded before the first is folded.
-template <int HD> __device__ void combine(const AttentionParams& p, const float* partials, size_t chunk_stride, int padded_columns, int kv_head, int first_column, int n_columns,
-                                          int n_chunks, int warp, int n_warps, int lane) {
-  constexpr int kAhead = 8;
+// Which positions a block works on.
+struct Unit { int n_units, steps_apart, begin, stop; };      // n_units of all blocks of a KV head; units of a chunk
+// Of a pass that ends before position `end`; block 0 has the newest positions: they are the widest chunks and the rows to be written.
+template <int HD, int TILES> __device__ __forceinline__ Unit unit_of(int end, int block) {
+  const int n_chunks = attention_chunk_of(end - 1) + 1;
+  const bool fine = HD * 16 * TILES <= kFineColumns && n_chunks > 1 && end <= kAttentionFineEnd;
+  Unit u;
+  u.n_units = fine ? (end + kStep - 1) / kStep : n_chunks;
+  u.steps_apart = fine ? attention_chunk_begin(1) / kStep : 1;
+  const int unit = u.n_units - 1 - block;
+  u.begin = fine ? unit * kStep : attention_chunk_begin(unit);
+  u.stop = min(fine ? u.begin + kStep : attention_chunk_begin(unit + 1), end);
+  return u;
+}
+
+// Folds the partials of columns [first_column, first_column + n_columns) over all units and writes them out. A warp takes one column at a time: first a
+// lane has a unit and finds its factors, then a lane has head_dim / 32 dims and sums over the units.
+// stage: of the warp, [unit]{factors in the chunk, factors of the chunk in the row; where the chunk is not complete, the latter mean nothing}; stage_l: [unit].
+template <int HD> __device__ __forceinline__ void combine(const AttentionParams& p, const float* partials, size_t unit_stride, int padded_columns, int kv_head, int first_column,
+                                                          int n_columns, int n_units, int per_chunk, float4* stage, float* stage_l, int warp, int lane) {
+  constexpr int V = HD / 32, kAhead = 16;
   const int group = p.n_heads / p.n_kv_heads;
   const float scale_log2 = p.scale * 1.44269504f;
-  for (int unit = warp; unit < n_columns * (HD / 64); unit += n_warps) {
-    const int column = first_column + unit / (HD / 64), dim = unit % (HD / 64) * 64 + 2 * lane;
-    const float* o_at = partials + (size_t)column * HD + dim;
+  for (int column = first_column + warp; column < first_column + n_columns; column += kDecodeWarps) {
+    const float* o_at = partials + (size_t)column * HD + V * lane;
     const float* ml_at = partials + (size_t)padded_columns * HD + 2 * column;
-    float m = -INFINITY, l = 0.f, o0 = 0.f, o1 = 0.f;
-    for (int c = 0; c < n_chunks; c += kAhead) {
-      float2 o[kAhead], ml[kAhead];
+    float row_m = -INFINITY, row_l = 0.f, chunk_l = 0.f, row[V] = {}, chunk[V] = {};
+    for (int base = 0; base < n_units; base += 32) {
+      const int n = min(n_units - base, 32);
+      float x[kAhead][V];
+      auto load = [&](int from) {
 #pragma unroll
-      for (int a = 0; a < kAhead; a++) {
-        const size_t at = (size_t)min(c + a, n_chunks - 1) * chunk_stride;
-        o[a] = *reinterpret_cast<const float2*>(o_at + at);
-        ml[a] = *reinterpret_cast<const float2*>(ml_at + at);
-      }
-#pragma unroll
-      for (int a = 0; a < kAhead; a++)
-        if (c + a < n_chunks) {
-          Factors f;
-          m = fold_maximum(m, ml[a].x, scale_log2, f);
-          l = fold(l, ml[a].y, f);
-          o0 = fold(o0, o[a].x, f); o1 = fold(o1, o[a].y, f);
+        for (int a = 0; a < kAhead; a++) {
+          const float* at = o_at + (size_t)(base + from + a) * unit_stride;
+          if constexpr (V == 4) {
+            const float4 v = from + a < n ? *reinterpret_cast<const float4*>(at) : make_float4(0.f, 0.f, 0.f, 0.f);
+            x[a][0] = v.x; x[a][1] = v.y; x[a][2] = v.z; x[a][3] = v.w;
+          } else {
+            const float2 v = from + a < n ? *reinterpret_cast<const float2*>(at) : make_float2(0.f, 0.f);
+            x[a][0] = v.x; x[a][1] = v.y;
+          }
         }
+      };
+      load(0);
+      const float2 ml = lane < n ? *reinterpret_cast<const float2*>(ml_at + (size_t)(base + lane) * unit_stride) : make_float2(-INFINITY, 0.f);
+      // Maxima are exact in any order: before the unit in its chunk, of the chunk, up to and with the chunk, before the chunk.
+      float in_chunk = -INFINITY, chunk_m = ml.x;
+      if (per_chunk > 1) {
+#pragma unroll
+        for (int d = 1; d < 4; d++) {
+          const float v = __shfl_up_sync(0xffffffffu, ml.x, d);
+          if ((lane & 3) >= d) in_chunk = fmaxf(in_chunk, v);
+        }
+        chunk_m = quad_max(ml.x);
+      }
+      float with_chunk = chunk_m;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const float v = __shfl_up_sync(0xffffffffu, with_chunk, d);
+        if (lane >= d) with_chunk = fmaxf(with_chunk, v);
+      }
+      const int before = (per_chunk > 1 ? lane & ~3 : lane) - 1;
+      const float before_chunk = __shfl_sync(0xffffffffu, with_chunk, max(before, 0));
+      Factors step, whole;
+      fold_maximum(in_chunk, ml.x, scale_log2, step);
+      fold_maximum(before < 0 ? row_m : fmaxf(row_m, before_chunk), chunk_m, scale_log2, whole);
+      row_m = fmaxf(row_m, __shfl_sync(0xffffffffu, with_chunk, 31));
+      __syncwarp();
+      stage[lane] = make_float4(step.keep, step.add, whole.keep, whole.add);
+      stage_l[lane] = ml.y;
+      __syncwarp();
+      for (int from = 0; from < n; from += kAhead) {
+        if (from) load(from);
+#pragma unroll
+        for (int a = 0; a < kAhead; a++) {
+          if (a % 4 == 0 && from + a >= n) break;
+          const float4 f = stage[from + a];
+          const float l = stage_l[from + a];
+          const bool first = a % 4 == 0 || per_chunk == 1, last = a % 4 == 3 || per_chunk == 1;
+          if (first) {
+            chunk_l = l;
+#pragma unroll
+            for (int e = 0; e < V; e++) chunk[e] = x[a][e];
+          } else {
+            chunk_l = fold(chunk_l, l, {f.x, f.y});
+#pragma unroll
+            for (int e = 0; e < V; e++) chunk[e] = fold(chunk[e], x[a][e], {f.x, f.y});
+          }
+          if (last) {
+            row_l = fold(row_l, chunk_l, {f.z, f.w});
+#pragma unroll
+            for (int e = 0; e < V; e++) row[e] = fold(row[e], chunk[e], {f.z, f.w});
+          }
+        }
+      }
     }
-    const float inv = __fdiv_rn(1.f, l);
-    bf16* to = p.out + ((size_t)(column / group) * p.n_heads + kv_head * group + column % group) * HD + dim;
-    *reinterpret_cast<uint32_t*>(to) = bf16_pair(__fmul_rn(o0, inv), __fmul_rn(o1, inv));
+    const float inv = __fdiv_rn(1.f, row_l);
+    uint32_t* to = reinterpret_cast<uint32_t*>(p.out + ((size_t)(column / group) * p.n_heads + kv_head * group + column % group) * HD + V * lane);
+    const uint32_t low = bf16_pair(__fmul_rn(row[0], inv), __fmul_rn(row[1], inv));
+    if constexpr (V == 4) *reinterpret_cast<uint2*>(to) = make_uint2(low, bf16_pair(__fmul_rn(row[2], inv), __fmul_rn(row[3], inv)));
+    else *to = low;
   }
 }
 
 template <int HD, int TILES> __device__ void attention_decode(const AttentionParams& p) {
-  constexpr int KI = HD / 32, NT = HD / 64;      // K pieces of a tile; 8-dim tiles of V a warp
-  constexpr int kColumns = 16 * TILES;
-  SHARED(uint4, q_operand, [TILES][KI][2][32]);          // [column tile][32 dims][half h][lane]: what mma_bf16 takes
+  constexpr int KI = HD / 32, NT = HD / 64;                    // K pieces of a tile; 8-dim tiles of V a warp
+  constexpr int S = (TILES == 4 ? 128 : 256) / HD;             // steps of a batch: 64 registers a lane for K and V, 32 with four tiles
+  constexpr int kColumns = 16 * TILES, kWarpColumns = kColumns / kDecodeWarps;
+  static_assert(2 * TILES <= kDecodeWarps, "a warp keeps the maxima of half a column tile");
+  SHARED(uint4, q_operand, [TILES][KI][2][32]);                // [column tile][32 dims][half h][lane]: what mma_bf16 takes
   SHARED(bf16, new_k, [kMaxRows][HD]);
-  SHARED(bf16, new_v, [kMaxRows][HD]);
-  SHARED(float, tile_max, [TILES][16][kTiles]);          // [column tile][column][tile of 8 positions]
-  SHARED(float, state_max, [2][kColumns]);               // m before and after the step under way
-  SHARED(float, state_sum, [kColumns]);                  // l at the end
-  SHARED(Factors, factors, [kColumns]);
-  SHARED(float2, tile_sum, [TILES][kTiles][32]);         // per lane, columns g and g+8
-  SHARED(uint2, probability, [TILES][kTiles][32]);
-  SHARED(int, last_position, [kColumns]);                // of a column; -1 where there is none
+  SHARED(bf16, new_v, [HD][kNewPositions]);
+  SHARED(float, tile_max, [S][TILES][16][kTiles]);             // [step][column tile][column][tile of 8 positions]
+  SHARED(uint4, probability, [S][TILES][kTiles / 2][32]);      // [step][column tile][two tiles][lane]: what mma_bf16 takes
+  SHARED(Factors, factors, [S][kColumns]);
+  SHARED(int, last_position, [kColumns]);                      // of a column; -1 where there is none
+  SHARED(float4, stage, [kDecodeWarps][32]);
+  SHARED(float, stage_l, [kDecodeWarps][32]);
   SHARED(unsigned, flag, [1]);
 
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int kv_head = blockIdx.y, group = p.n_heads / p.n_kv_heads, first_column = blockIdx.z * kColumns;
-  const RopeConstants<HD> q_constants = rope_constants<HD>(p, p.q_norm, lane), k_constants = rope_constants<HD>(p, p.k_norm, lane);
-  auto q_of = [&](int c) { const int column = first_column + c; return qkv_row<HD>(p, column / group) + (kv_head * group + column % group) * HD; };
-  const bf16* first_q = q_of(warp);
+  // Live blocks are those with the lowest indices, of all KV heads.
+  const int index = blockIdx.x + gridDim.x * blockIdx.y, kv_head = index % p.n_kv_heads, block = index / p.n_kv_heads;
+  const int group = p.n_heads / p.n_kv_heads, first_column = blockIdx.z * kColumns, max_columns = min(p.max_rows * group - first_column, kColumns);
+  const RopeFrequencies<HD> frequencies = rope_frequencies<HD>(p, lane);
+  const HeadNorm<HD> q_norm = head_norm<HD>(p.q_norm, lane), k_norm = head_norm<HD>(p.k_norm, lane);
   pdl_launch_dependents();
+
+  const int guess = min(load_current(p.length) + 1, p.capacity);
+  const Unit likely = unit_of<HD, TILES>(guess, block);
+  if (block < likely.n_units && blockIdx.z == 0) {
+    const char* k_unit = reinterpret_cast<const char*>(p.k_cache + ((size_t)kv_head * p.capacity + likely.begin) * HD);
+    const char* v_unit = reinterpret_cast<const char*>(p.v_cache + (size_t)kv_head * HD * p.capacity + likely.begin);
+    for (int step = 0; step < kPrefetchSteps && likely.begin + step * kStep < likely.stop; step++)
+#pragma unroll
+      for (int i = threadIdx.x; i < 4 * HD; i += kDecodeThreads) {      // 32 bytes each
+        prefetch_l2(k_unit + (size_t)step * kStep * HD * 2 + 32 * i);
+        prefetch_l2(v_unit + ((size_t)(i >> 2) * p.capacity + step * kStep) * 2 + 32 * (i & 3));
+      }
+  }
+  // A warp turns neighbouring columns, which often share a row, and the K of one row, from the last warp on.
+  const int warp_columns = (max_columns + kDecodeWarps - 1) / kDecodeWarps, warp_column = warp * warp_columns;
+  const int warp_row = (first_column + warp_column) / group, warp_head = first_column + warp_column - warp_row * group;
+  const bf16* q_at = qkv_row<HD>(p, warp_row) + (kv_head * group + warp_head) * HD;
+  const int new_row = warp - max(kDecodeWarps - p.max_rows, 0);
+  const bf16* new_at = qkv_row<HD>(p, max(new_row, 0)) + (p.n_heads + kv_head) * HD;
+  const size_t row_stride = (size_t)(p.n_heads + 2 * p.n_kv_heads) * HD;
   pdl_wait();
 
-  // A raw head needs no length, so the first is requested together with it.
-  RawHead raw_q = {0, 0};
-  if (first_column + warp < p.max_rows * group) raw_q = load_head<HD>(first_q, lane);
-  const int length = *p.length, rows = min(*p.rows, p.max_rows);
-  const int n_columns = min(rows * group - first_column, kColumns), end = length + rows;
-  if (n_columns <= 0) return;
-  const int n_chunks = attention_chunk_of(end - 1) + 1;
-  const bool direct = n_chunks <= kDirectChunks;
-  const int chunk = direct ? 0 : n_chunks - 1 - (int)blockIdx.x;
-  if (chunk < 0 || (direct && blockIdx.x > 0)) return;
-  const int begin = attention_chunk_begin(chunk), stop = direct ? end : min(attention_chunk_begin(chunk + 1), end);
-  const int first_new = max(length, begin), n_new = stop - first_new;      // rows of this pass in this chunk, if positive
-
-  const uint4* k_at = k_pieces<HD>(p, kv_head, begin, warp, lane);
-  const uint4* v_at = v_pieces<HD>(p, kv_head, begin, NT * warp, lane);
-  uint4 k[KI], v[NT][2];
-  auto load_k = [&] {
+  // Raw heads need no length.
+  const int length = load_current(p.length), rows = min(load_current(p.rows), p.max_rows);
+  RawHead raw_q[kWarpColumns], raw_k = {0, 0}, raw_v = {0, 0};
+  {
+    int head = warp_head;
+    const bf16* at = q_at;
 #pragma unroll
-    for (int i = 0; i < KI; i++) k[i] = load_activations(k_at + i * kNextDims);
-    k_at += kStep * HD / 8;
-  };
-  auto load_v = [&] {
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-      for (int b = 0; b < 2; b++) v[n][b] = load_activations(v_at + (size_t)n * p.capacity + b * kNextPositions);
-    v_at += kStep / 8;
-  };
-  load_k();
-  load_v();
-
-  const int n_tiles = (n_columns + 15) / 16;
-#pragma unroll 1
-  for (int c = warp; c < kColumns; c += kDecodeWarps) {
-    const int row = (first_column + c) / group;
-    if (c < n_columns) {
-      const RawHead q = norm_and_rope<HD>(raw_q, q_constants, p.q_norm != nullptr, p, length + row);
-      if (c + kDecodeWarps < n_columns) raw_q = load_head<HD>(q_of(c + kDecodeWarps), lane);
-      each_dim<HD>(q, lane, [&](int dim, uint16_t bits) {
-        uint4& operand = q_operand[c >> 4][dim >> 5][dim >> 2 & 1][(c & 7) * 4 + (dim >> 3 & 3)];
-        reinterpret_cast<uint16_t*>(&operand)[(dim & 2) * 2 + (c >> 3 & 1) * 2 + (dim & 1)] = bits;
-      });
-    }
-    if (lane == 0) {
-      last_position[c] = c < n_columns ? length + row : -1;
-      state_max[0][c] = -INFINITY;
+    for (int i = 0; i < kWarpColumns; i++) {
+      raw_q[i] = {0, 0};
+      if (i < warp_columns && warp_column + i < max_columns) raw_q[i] = load_head<HD>(at, lane);
+      at += HD;
+      if (++head == group) { head = 0; at += row_stride - group * HD; }
     }
   }
-  for (int r = warp; r < n_new; r += kDecodeWarps) {
-    const int position = first_new + r;
-    const bf16* row = qkv_row<HD>(p, position - length) + (p.n_heads + kv_head) * HD;
-    const RawHead new_v_head = load_head<HD>(row + p.n_kv_heads * HD, lane);
-    const RawHead new_k_head = norm_and_rope<HD>(load_head<HD>(row, lane), k_constants, p.k_norm != nullptr, p, position);
-    store_head<HD>(new_k[r], lane, new_k_head);
-    store_head<HD>(new_v[r], lane, new_v_head);
+  if (new_row >= 0) { raw_k = load_head<HD>(new_at, lane); raw_v = load_head<HD>(new_at + p.n_kv_heads * HD, lane); }
+
+  const int n_columns = min(rows * group - first_column, kColumns), end = length + rows;
+  if (n_columns <= 0) return;
+  const Unit unit = unit_of<HD, TILES>(end, block);
+  if (block >= unit.n_units) return;
+  const int begin = unit.begin, stop = unit.stop, first_new = max(length, begin), n_new = stop - first_new;      // rows of this pass in this unit, if positive
+
+  uint4 k[S][KI], v[S][NT][2];
+  auto load_k = [&](int position) {
+    const uint4* at = k_pieces<HD>(p, kv_head, position, warp, lane);
+#pragma unroll
+    for (int j = 0; j < S; j++)
+      if (position + j * kStep < stop)
+#pragma unroll
+        for (int i = 0; i < KI; i++) k[j][i] = load_activations(at + j * (kStep * HD / 8) + i * kNextDims);
+  };
+  auto load_v = [&](int position) {
+    const uint4* at = v_pieces<HD>(p, kv_head, position, NT * warp, lane);
+#pragma unroll
+    for (int j = 0; j < S; j++)
+      if (position + j * kStep < stop)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int b = 0; b < 2; b++) v[j][n][b] = load_activations(at + (size_t)n * p.capacity + j * (kStep / 8) + b * kNextPositions);
+  };
+  load_k(begin);
+  load_v(begin);
+
+  const int n_tiles = (n_columns + 15) / 16;
+  int turned_row = -1;
+  Turn<HD> turn;
+  auto turn_to = [&](int row) {
+    if (row != turned_row) turn = turn_of<HD>(frequencies, p.rope_factor, length + row);
+    turned_row = row;
+  };
+  {
+    int head = warp_head, row = warp_row;
+#pragma unroll
+    for (int i = 0; i < kWarpColumns; i++) {
+      const int c = warp_column + i;
+      if (i < warp_columns && c < n_columns) {
+        turn_to(row);
+        store_operand<HD>(q_operand[c >> 4], c & 15, lane, norm_and_rope<HD>(raw_q[i], q_norm, p.q_norm != nullptr, p.norm_eps, turn));
+      }
+      if (++head == group) { head = 0; row++; }
+    }
+  }
+  if (threadIdx.x < kColumns) last_position[threadIdx.x] = (int)threadIdx.x < n_columns ? length + (first_column + (int)threadIdx.x) / group : -1;
+  const int new_base = first_new & ~7;
+  for (int r = new_row; r >= 0 && r < rows; r += kDecodeWarps) {
+    if (r != new_row) { raw_k = load_head<HD>(new_at + (r - new_row) * row_stride, lane); raw_v = load_head<HD>(new_at + (r - new_row) * row_stride + p.n_kv_heads * HD, lane); }
+    const int position = length + r;
+    if (position < first_new || position >= stop) continue;
+    turn_to(r);
+    const RawHead done = norm_and_rope<HD>(raw_k, k_norm, p.k_norm != nullptr, p.norm_eps, turn);
+    store_head<HD>(new_k[position - first_new], lane, done);
+    each_dim<HD>(raw_v, lane, [&](int dim, uint16_t bits) { new_v[dim][position - new_base] = __ushort_as_bfloat16(bits); });
     if (blockIdx.z == 0) {
-      store_head<HD>(p.k_cache + ((size_t)kv_head * p.capacity + position) * HD, lane, new_k_head);
-      each_dim<HD>(new_v_head, lane, [&](int dim, uint16_t bits) {
-        reinterpret_cast<uint16_t*>(p.v_cache)[((size_t)kv_head * HD + dim) * p.capacity + position] = bits;
-      });
+      store_head<HD>(p.k_cache + ((size_t)kv_head * p.capacity + position) * HD, lane, done);
+      each_dim<HD>(raw_v, lane, [&](int dim, uint16_t bits) { reinterpret_cast<uint16_t*>(p.v_cache)[((size_t)kv_head * HD + dim) * p.capacity + position] = bits; });
     }
   }
   __syncthreads();
 
   const float scale_log2 = p.scale * 1.44269504f;
-  // The state of a wide chunk, or, where chunks are steps, of all chunks up to here (of several only in the direct path).
-  const bool wide = begin >= kAttentionNarrowEnd;
-  float l = 0.f, o[TILES][NT][4];      // l: of column g + 8 (w % 2) of column tile w / 2, in warp w
+  // The state of the unit. m: of column g + 8 (w % 2) of column tile w / 2, in warp w.
+  float m = -INFINITY, l[TILES][2], o[TILES][NT][4];
 #pragma unroll
-  for (int c = 0; c < TILES; c++)
+  for (int c = 0; c < TILES; c++) {
+    l[c][0] = l[c][1] = 0.f;
 #pragma unroll
     for (int n = 0; n < NT; n++) o[c][n][0] = o[c][n][1] = o[c][n][2] = o[c][n][3] = 0.f;
+  }
 
-  int now = 0;      // which state_max is that before the step
-  for (int position = begin; position < stop; position += kStep, now ^= 1) {
-    const bool tail = position + kStep > first_new;
-    if (tail) {       // rows of this pass are not in the cache yet
-      const int k_row = position + tile_position(warp, g) - first_new;
+#pragma unroll 1
+  for (int position = begin; position < stop; position += S * kStep) {
+#pragma unroll
+    for (int j = 0; j < S; j++) {
+      const int at = position + j * kStep;
+      if (at >= stop || at + kStep <= first_new) continue;      // rows of this pass are not in the cache yet
+      const int k_row = at + tile_position(warp, g) - first_new;
       if (k_row >= 0 && k_row < n_new) {
 #pragma unroll
-        for (int i = 0; i < KI; i++) k[i] = *reinterpret_cast<const uint4*>(&new_k[k_row][32 * i + 8 * t]);
+        for (int i = 0; i < KI; i++) k[j][i] = *reinterpret_cast<const uint4*>(&new_k[k_row][32 * i + 8 * t]);
       }
 #pragma unroll
-      for (int n = 0; n < NT; n++)
+      for (int b = 0; b < 2; b++) {
+        const int slot = at + 32 * b + 8 * t - new_base, low = first_new - new_base - slot, high = low + n_new;      // elements low .. high - 1 of 8 are new
+        if (low >= 8 || high <= 0) continue;
+        uint32_t mask[4];
 #pragma unroll
-        for (int b = 0; b < 2; b++) {
-          uint32_t word[4] = {v[n][b].x, v[n][b].y, v[n][b].z, v[n][b].w};
+        for (int e = 0; e < 4; e++) mask[e] = (2 * e >= low && 2 * e < high ? 0xffffu : 0u) | (2 * e + 1 >= low && 2 * e + 1 < high ? 0xffff0000u : 0u);
 #pragma unroll
-          for (int e = 0; e < 8; e++) {
-            const int row = position + 32 * b + 8 * t + e - first_new;
-            if (row >= 0 && row < n_new) {
-              const uint32_t bits = __bfloat16_as_ushort(new_v[row][8 * (NT * warp + n) + g]);
-              word[e >> 1] = e & 1 ? (word[e >> 1] & 0xffffu) | bits << 16 : (word[e >> 1] & 0xffff0000u) | bits;
-            }
-          }
-          v[n][b] = make_uint4(word[0], word[1], word[2], word[3]);
+        for (int n = 0; n < NT; n++) {
+          const uint4 x = *reinterpret_cast<const uint4*>(&new_v[8 * (NT * warp + n) + g][slot]);
+          uint4& y = v[j][n][b];
+          y = make_uint4((y.x & ~mask[0]) | (x.x & mask[0]), (y.y & ~mask[1]) | (x.y & mask[1]), (y.z & ~mask[2]) | (x.z & mask[2]), (y.w & ~mask[3]) | (x.w & mask[3]));
         }
+      }
     }
 
-    float s[TILES][4];
+    float s[S][TILES][4];
 #pragma unroll
-    for (int c = 0; c < TILES; c++) {
-      if (c >= n_tiles) break;
-      s[c][0] = s[c][1] = s[c][2] = s[c][3] = 0.f;
+    for (int j = 0; j < S; j++)
 #pragma unroll
-      for (int i = 0; i < KI; i++) {
-        mma_bf16(s[c], q_operand[c][i][0][lane], k[i].x, k[i].y);
-        mma_bf16(s[c], q_operand[c][i][1][lane], k[i].z, k[i].w);
+      for (int c = 0; c < TILES; c++) s[j][c][0] = s[j][c][1] = s[j][c][2] = s[j][c][3] = 0.f;
+#pragma unroll
+    for (int i = 0; i < KI; i++)
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int c = 0; c < TILES; c++) {
+          if (c >= n_tiles) break;
+          const uint4 q = q_operand[c][i][h][lane];
+#pragma unroll
+          for (int j = 0; j < S; j++)
+            if (position + j * kStep < stop) mma_bf16(s[j][c], q, h ? k[j][i].z : k[j][i].x, h ? k[j][i].w : k[j][i].y);
+        }
+    if (position + S * kStep < stop) load_k(position + S * kStep);
+#pragma unroll
+    for (int j = 0; j < S; j++) {
+      const int at = position + j * kStep;
+      if (at >= stop) break;
+#pragma unroll
+      for (int c = 0; c < TILES; c++) {
+        if (c >= n_tiles) break;
+        float (&x)[4] = s[j][c];
+        if (at + kStep > first_new) {
+          const int first = at + tile_position(warp, 2 * t), low = last_position[16 * c + g], high = last_position[16 * c + g + 8];
+          x[0] = visible(first, low) ? x[0] : -INFINITY; x[1] = visible(first + 1, low) ? x[1] : -INFINITY;
+          x[2] = visible(first, high) ? x[2] : -INFINITY; x[3] = visible(first + 1, high) ? x[3] : -INFINITY;
+        }
+        const float low = quad_max(fmaxf(x[0], x[1])), high = quad_max(fmaxf(x[2], x[3]));
+        if (t == 0) { tile_max[j][c][g][warp] = low; tile_max[j][c][g + 8][warp] = high; }
       }
-    }
-    if (position + kStep < stop) load_k();
-#pragma unroll
-    for (int c = 0; c < TILES; c++) {
-      if (c >= n_tiles) break;
-      if (tail) {
-        const int at = position + tile_position(warp, 2 * t), low = last_position[16 * c + g], high = last_position[16 * c + g + 8];
-        s[c][0] = visible(at, low) ? s[c][0] : -INFINITY; s[c][1] = visible(at + 1, low) ? s[c][1] : -INFINITY;
-        s[c][2] = visible(at, high) ? s[c][2] : -INFINITY; s[c][3] = visible(at + 1, high) ? s[c][3] : -INFINITY;
-      }
-      const float low = quad_max(fmaxf(s[c][0], s[c][1])), high = quad_max(fmaxf(s[c][2], s[c][3]));
-      if (t == 0) { tile_max[c][g][warp] = low; tile_max[c][g + 8][warp] = high; }
     }
     __syncthreads();
 
 #pragma unroll
     for (int c = 0; c < TILES; c++) {
       if (c >= n_tiles) break;
-      float reference[2];
+      float before = m, mine = -INFINITY;      // for the factors of step t
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int column = 16 * c + 8 * half + g;
-        const float4* at = reinterpret_cast<const float4*>(tile_max[c][g + 8 * half]);
-        const float4 a = at[0], b = at[1];
-        const float step_max = fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
-        const float before = state_max[now][column];
-        reference[half] = wide ? fmaxf(before, step_max) : step_max;
-        if (warp == 2 * c + half && t == 0) {
-          Factors f;
-          state_max[now ^ 1][column] = fold_maximum(before, step_max, scale_log2, f);
-          if (wide) f.add = 1.f;
-          factors[column] = f;
+      for (int j = 0; j < S; j++) {
+        if (position + j * kStep >= stop) break;
+        float top[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const float4* at = reinterpret_cast<const float4*>(tile_max[j][c][g + 8 * half]);
+          const float4 a = at[0], b = at[1];
+          top[half] = fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
+        }
+        const uint2 pair = tile_probabilities(s[j][c], top[0], top[1], scale_log2);
+        reinterpret_cast<uint2*>(&probability[j][c][warp >> 1][lane])[warp & 1] = pair;
+        if (warp >> 1 == c) {
+          const float x = warp & 1 ? top[1] : top[0];
+          if (j < t) before = fmaxf(before, x);
+          if (j == t) mine = x;
+          m = fmaxf(m, x);
         }
       }
-      const uint2 pair = tile_probabilities(s[c], reference[0], reference[1], scale_log2);
-      probability[c][warp][lane] = pair;
-      tile_sum[c][warp][lane] = make_float2(pair_sum(pair.x), pair_sum(pair.y));
+      if (warp >> 1 == c && t < S) {
+        Factors f;
+        fold_maximum(before, mine, scale_log2, f);
+        factors[t][16 * c + 8 * (warp & 1) + g] = f;
+      }
     }
 #ifndef PLANT_MISSING_BARRIER      // negative control of the tests
     __syncthreads();
@@ -379,62 +531,59 @@ template <int HD, int TILES> __device__ void attention_decode(const AttentionPar
 #pragma unroll
     for (int c = 0; c < TILES; c++) {
       if (c >= n_tiles) break;
-      const Factors f_low = factors[16 * c + g], f_high = factors[16 * c + g + 8];
-      if (warp >> 1 == c) {
-        const float* at = reinterpret_cast<const float*>(&tile_sum[c][0][lane]) + (warp & 1);
-        float sum = 0.f;
 #pragma unroll
-        for (int tile = 0; tile < kTiles; tile++) sum = __fadd_rn(sum, at[tile * 64]);
-        l = fold(l, quad_sum(sum), warp & 1 ? f_high : f_low);
+      for (int j = 0; j < S; j++) {
+        if (position + j * kStep >= stop) break;
+        float sum[NT][4], weights[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int n = 0; n < NT; n++) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0.f;
+#pragma unroll
+        for (int b = 0; b < 2; b++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            const uint4 x = probability[j][c][2 * b + h][lane];
+#pragma unroll
+            for (int n = 0; n < NT; n++) mma_bf16(sum[n], x, h ? v[j][n][b].z : v[j][n][b].x, h ? v[j][n][b].w : v[j][n][b].y);
+            mma_bf16(weights, x, kOnes, kOnes);
+          }
+        const Factors low = factors[j][16 * c + g], high = factors[j][16 * c + g + 8];
+        l[c][0] = fold(l[c][0], weights[0], low);
+        l[c][1] = fold(l[c][1], weights[2], high);
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) o[c][n][e] = fold(o[c][n][e], sum[n][e], e < 2 ? low : high);
       }
-      float sum[NT][4];
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) sum[n][e] = wide ? __fmul_rn(o[c][n][e], e < 2 ? f_low.keep : f_high.keep) : 0.f;
-#pragma unroll
-      for (int b = 0; b < 2; b++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const uint2 first = probability[c][4 * b + 2 * h][lane], second = probability[c][4 * b + 2 * h + 1][lane];
-#pragma unroll
-          for (int n = 0; n < NT; n++) mma_bf16(sum[n], make_uint4(first.x, first.y, second.x, second.y), h ? v[n][b].z : v[n][b].x, h ? v[n][b].w : v[n][b].y);
-        }
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) o[c][n][e] = wide ? sum[n][e] : fold(o[c][n][e], sum[n][e], e < 2 ? f_low : f_high);
     }
-    if (position + kStep < stop) load_v();
+    if (position + S * kStep < stop) load_v(position + S * kStep);
   }
 
-  if (t == 0 && warp < 2 * TILES) state_sum[16 * (warp >> 1) + 8 * (warp & 1) + g] = l;
-  __syncthreads();
+  const bool direct = unit.n_units == 1;
   const int padded_columns = gridDim.z * kColumns;
-  const size_t chunk_stride = (size_t)padded_columns * (HD + 2);
-  float* partials = p.partials + (size_t)kv_head * gridDim.x * chunk_stride;      // [chunk]{[column][head_dim] o, [column]{m, l}}
+  const size_t unit_stride = (size_t)padded_columns * (HD + 2);
+  float* partials = p.partials + (size_t)kv_head * gridDim.x * unit_stride;      // [unit]{[column][head_dim] o, [column]{m, l}}
+  float* partial = partials + (unit.n_units - 1 - block) * unit_stride;
 #pragma unroll
   for (int c = 0; c < TILES; c++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const int column = 16 * c + 8 * half + g;
-      if (column >= n_columns) continue;
-      const int all_column = first_column + column;
-      const float inv = __fdiv_rn(1.f, state_sum[column]);
-      bf16* out = p.out + ((size_t)(all_column / group) * p.n_heads + kv_head * group + all_column % group) * HD;
-      float* partial = partials + chunk * chunk_stride;
+      const int column = first_column + 16 * c + 8 * half + g;
+      if (column - first_column >= n_columns) continue;
+      const int row = column / group;
+      const float inv = __fdiv_rn(1.f, l[c][half]);
+      bf16* out = p.out + ((size_t)row * (p.n_heads - group) + kv_head * group + column) * HD;
 #pragma unroll
       for (int n = 0; n < NT; n++) {
         const int dim = 8 * (NT * warp + n) + 2 * t;
         const float o0 = o[c][n][2 * half], o1 = o[c][n][2 * half + 1];
         if (direct) *reinterpret_cast<uint32_t*>(out + dim) = bf16_pair(__fmul_rn(o0, inv), __fmul_rn(o1, inv));
-        else *reinterpret_cast<float2*>(partial + (size_t)all_column * HD + dim) = make_float2(o0, o1);
+        else *reinterpret_cast<float2*>(partial + (size_t)column * HD + dim) = make_float2(o0, o1);
       }
-      if (!direct && warp == 0 && t == 0) *reinterpret_cast<float2*>(partial + (size_t)padded_columns * HD + 2 * all_column) = make_float2(state_max[now][column], state_sum[column]);
+      if (!direct && warp == 2 * c + half && t == 0) *reinterpret_cast<float2*>(partial + (size_t)padded_columns * HD + 2 * column) = make_float2(m, l[c][half]);
     }
   if (direct) return;
-  if (last_to_arrive(p.counters + kv_head * gridDim.z + blockIdx.z, n_chunks, &flag[0]))
-    combine<HD>(p, partials, chunk_stride, padded_columns, kv_head, first_column, n_columns, n_chunks, warp, kDecodeWarps, lane);
+  if (last_to_arrive(p.counters + kv_head * gridDim.z + blockIdx.z, unit.n_units, &flag[0]))
+    combine<HD>(p, partials, unit_stride, padded_columns, kv_head, first_column, n_columns, unit.n_units, unit.steps_apart, stage[warp], stage_l[warp], warp, lane);
 }
 
 // ---- prefill, first kernel: norm and RoPE of q in place, K and V into the cache ----
@@ -446,7 +595,8 @@ template <int HD> __device__ void attention_rope(const AttentionParams& p) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, head = blockIdx.y, kv_head = head - p.n_heads;      // of K while below n_kv_heads, then of V
   const bool is_q = kv_head < 0, is_v = kv_head >= p.n_kv_heads;
   const bf16* norm = is_q ? p.q_norm : p.k_norm;
-  const RopeConstants<HD> constants = rope_constants<HD>(p, norm, lane);
+  const RopeFrequencies<HD> frequencies = rope_frequencies<HD>(p, lane);
+  const HeadNorm<HD> weights = head_norm<HD>(norm, lane);
   pdl_launch_dependents();
   pdl_wait();
   const int length = *p.length, first = blockIdx.x * kRopeRows, rows = min(min(*p.rows, p.max_rows) - first, kRopeRows);
@@ -461,7 +611,7 @@ template <int HD> __device__ void attention_rope(const AttentionParams& p) {
       each_dim<HD>(raw, lane, [&](int dim, uint16_t bits) { turned[dim][r] = bits; });
     } else {
       const int position = length + first + r;
-      const RawHead done = norm_and_rope<HD>(raw, constants, norm != nullptr, p, position);
+      const RawHead done = norm_and_rope<HD>(raw, weights, norm != nullptr, p.norm_eps, turn_of<HD>(frequencies, p.rope_factor, position));
       store_head<HD>(is_q ? at : p.k_cache + ((size_t)kv_head * p.capacity + position) * HD, lane, done);
     }
   }
@@ -482,6 +632,7 @@ constexpr int kPrefillThreads = 32 * kPrefillWarps, kPrefillColumns = 16 * kPref
 
 template <int HD> __device__ void attention_prefill(const AttentionParams& p) {
   constexpr int KI = HD / 32, NT = HD / 8;
+  constexpr int kTogether = 4;      // 8-dim tiles of V whose sums are under way together
   SHARED(uint4, k_step, [kTiles][KI][32]);
   SHARED(uint4, v_step, [NT][2][32]);
   SHARED(uint4, q_operand, [kPrefillWarps][KI][2][32]);      // a lane reads what it wrote: this spares 32 registers at head_dim 128
@@ -517,13 +668,14 @@ template <int HD> __device__ void attention_prefill(const AttentionParams& p) {
   copy_v();
 
   // Columns g and g+8 of the warp; those past the last one see zeros and are not written.
-  int row[2];
+  int last[2];      // position that a column sees last
   uint4 q[2][KI];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int column = first_column + 16 * warp + g + 8 * half;
-    row[half] = column / group;
-    const bf16* at = qkv_row<HD>(p, row[half]) + (kv_head * group + column - row[half] * group) * HD + 8 * t;
+    const int row = column / group;
+    last[half] = length + row;
+    const bf16* at = qkv_row<HD>(p, row) + (kv_head * group + column - row * group) * HD + 8 * t;
 #pragma unroll
     for (int i = 0; i < KI; i++) q[half][i] = column < n_columns ? load_activations(reinterpret_cast<const uint4*>(at + 32 * i)) : make_uint4(0, 0, 0, 0);
   }
@@ -573,38 +725,48 @@ template <int HD> __device__ void attention_prefill(const AttentionParams& p) {
 #pragma unroll
         for (int tile = 0; tile < kTiles; tile++)
 #pragma unroll
-          for (int e = 0; e < 4; e++) s[tile][e] = visible(tile_position(tile, e & 1), length + row[e >> 1] - position - 8 * t) ? s[tile][e] : -INFINITY;
+          for (int e = 0; e < 4; e++) s[tile][e] = visible(tile_position(tile, e & 1), last[e >> 1] - position - 8 * t) ? s[tile][e] : -INFINITY;
       float m_low = -INFINITY, m_high = -INFINITY;
 #pragma unroll
       for (int tile = 0; tile < kTiles; tile++) { m_low = fmaxf(m_low, fmaxf(s[tile][0], s[tile][1])); m_high = fmaxf(m_high, fmaxf(s[tile][2], s[tile][3])); }
       m_low = quad_max(m_low); m_high = quad_max(m_high);
       part_m[0] = fold_maximum(part_m[0], m_low, scale_log2, f_low);
       part_m[1] = fold_maximum(part_m[1], m_high, scale_log2, f_high);
-      uint2 probability[kTiles];
-      float low = 0.f, high = 0.f;
+      uint4 probability[kTiles / 2];
 #pragma unroll
-      for (int tile = 0; tile < kTiles; tile++) {
-        probability[tile] = tile_probabilities(s[tile], part_m[0], part_m[1], scale_log2);
-        low = __fadd_rn(low, pair_sum(probability[tile].x)); high = __fadd_rn(high, pair_sum(probability[tile].y));
+      for (int tile = 0; tile < kTiles; tile += 2) {
+        const uint2 first = tile_probabilities(s[tile], m_low, m_high, scale_log2), second = tile_probabilities(s[tile + 1], m_low, m_high, scale_log2);
+        uint4& x = probability[tile / 2];
+        x = make_uint4(first.x, first.y, second.x, second.y);
+        have_now(x.x); have_now(x.y); have_now(x.z); have_now(x.w);      // behind the barrier they would hold 16 registers more, and others up
       }
-      part_l[0] = fold(part_l[0], quad_sum(low), {f_low.keep, 1.f});
-      part_l[1] = fold(part_l[1], quad_sum(high), {f_high.keep, 1.f});
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) part[n][e] = __fmul_rn(part[n][e], e < 2 ? f_low.keep : f_high.keep);
 
       copy_async_wait<1>();
       __syncthreads();
+      float weights[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-      for (int n = 0; n < NT; n++)
+      for (int i = 0; i < kTiles / 2; i++) mma_bf16(weights, probability[i], kOnes, kOnes);
+#pragma unroll
+      for (int first = 0; first < NT; first += kTogether) {
+        float sum[kTogether][4];
+#pragma unroll
+        for (int n = 0; n < kTogether; n++) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0.f;
 #pragma unroll
         for (int b = 0; b < 2; b++) {
-          const uint4 v = v_step[n][b][lane];
-          const uint2* x = &probability[4 * b];
-          mma_bf16(part[n], make_uint4(x[0].x, x[0].y, x[1].x, x[1].y), v.x, v.y);
-          mma_bf16(part[n], make_uint4(x[2].x, x[2].y, x[3].x, x[3].y), v.z, v.w);
+          uint4 v[kTogether];
+#pragma unroll
+          for (int n = 0; n < kTogether; n++) v[n] = v_step[first + n][b][lane];
+#pragma unroll
+          for (int n = 0; n < kTogether; n++) mma_bf16(sum[n], probability[2 * b], v[n].x, v[n].y);
+#pragma unroll
+          for (int n = 0; n < kTogether; n++) mma_bf16(sum[n], probability[2 * b + 1], v[n].z, v[n].w);
         }
+#pragma unroll
+        for (int n = 0; n < kTogether; n++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) part[first + n][e] = fold(part[first + n][e], sum[n][e], e < 2 ? f_low : f_high);
+        if (first == 0) { part_l[0] = fold(part_l[0], weights[0], f_low); part_l[1] = fold(part_l[1], weights[2], f_high); }
+      }
       __syncthreads();
       if (position + kStep < end) copy_v();
       else copy_async_commit();
@@ -621,10 +783,10 @@ template <int HD> __device__ void attention_prefill(const AttentionParams& p) {
 
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int column = first_column + 16 * warp + g + 8 * half;
+    const int thread = thread_index_anew(), column = (gridDim.x - 1 - blockIdx.x) * kPrefillColumns + 16 * (thread >> 5) + (thread >> 2 & 7) + 8 * half;
     if (column >= n_columns) continue;
     const float inv = __fdiv_rn(1.f, total_l[half]);
-    bf16* out = p.out + ((size_t)row[half] * (p.n_heads - group) + kv_head * group + column) * HD + 2 * t;
+    bf16* out = p.out + ((size_t)(column / group) * (p.n_heads - group) + blockIdx.y * group + column) * HD + 2 * (thread & 3);
 #pragma unroll
     for (int n = 0; n < NT; n++)
       *reinterpret_cast<uint32_t*>(out + 8 * n) = bf16_pair(__fmul_rn(total[n][2 * half], inv), __fmul_rn(total[n][2 * half + 1], inv));

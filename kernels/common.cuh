@@ -30,11 +30,9 @@ __device__ __forceinline__ float warp_max(float v) {
 // True in all threads of the block that arrives last of n_blocks; the counter is then back at 0 for the next launch. What the other blocks wrote before
 // is visible to it. `flag` is a word of shared memory. Contains two block barriers.
 __device__ __forceinline__ bool last_to_arrive(unsigned* counter, unsigned n_blocks, unsigned* flag) {
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) *flag = atomicInc(counter, n_blocks - 1) == n_blocks - 1;
+  if (threadIdx.x == 0) *flag = atomic_increment(counter, n_blocks - 1) == n_blocks - 1;
   __syncthreads();
-  if (*flag) __threadfence();
   return *flag;
 }
 

@@ -91,3 +91,19 @@ KERNEL(ngram_draft, NgramParams, kDraftThreads) {
   for (int i = 0; i < s.n_drafts; i++) s.drafts[i] = from + i < n ? p.history[from + i] : s.drafts[from + i - n];
   write_record(p.ring, s.pass, RECORD_MATCH, (unsigned)s.ngram_match);
 }
+
+// Rows for the drafter's pass: from where its cache ends to where the target's does.
+KERNEL(draft_begin, DraftBeginParams, 32) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const int start = p.state->draft_length, rows = max(0, min(p.state->length - p.behind - start, p.max_rows));
+  __syncwarp();
+  const int n = threadIdx.x;
+  if (n < 16) p.draft->positions[n] = start + rows - 1 + n;
+  if (n != 0) return;
+  p.draft->start = start;
+  p.draft->rows = rows;
+  p.draft->last = max(rows - 1, 0);   // a finished sequence has no new row: any will do
+  p.draft->one = 1;
+  p.state->draft_length = start + rows;
+}

@@ -235,18 +235,26 @@ struct ReadParams {
 static_assert(sizeof(ReadParams) == 24, "twin in Rust");
 
 // ---- attention.cu ----
+#ifndef FINE_END
+#define FINE_END 1024
+#endif
 enum {
   kAttentionStep = 64,            // positions whose scores share one maximum before they are folded
-  kAttentionNarrowEnd = 2048,     // chunks are 64 wide below, 256 up to kAttentionMiddleEnd, 1024 beyond
-  kAttentionMiddleEnd = 16384,
+  kAttentionWideBegin = 16384,    // chunks are 256 wide below, 1024 from here
+  kAttentionFineEnd = FINE_END,       // decode passes that end by here may give each block a step instead of a chunk
   kAttentionMaxRows = 16          // of a decode or verify pass
 };
 // The chunks of the KV cache: the chunk of a position, and the first position of a chunk. Absolute, so that bits depend on the position alone.
 __host__ __device__ inline int attention_chunk_of(int position) {
-  return position < kAttentionNarrowEnd ? position / 64 : position < kAttentionMiddleEnd ? 32 + (position - kAttentionNarrowEnd) / 256 : 88 + (position - kAttentionMiddleEnd) / 1024;
+  return position < kAttentionWideBegin ? position / 256 : 64 + (position - kAttentionWideBegin) / 1024;
 }
 __host__ __device__ inline int attention_chunk_begin(int chunk) {
-  return chunk < 32 ? chunk * 64 : chunk < 88 ? kAttentionNarrowEnd + (chunk - 32) * 256 : kAttentionMiddleEnd + (chunk - 88) * 1024;
+  return chunk < 64 ? chunk * 256 : kAttentionWideBegin + (chunk - 64) * 1024;
+}
+// Blocks a KV head that decode passes need which end at position n or before: it grows with n.
+__host__ __device__ inline int attention_blocks(int n) {
+  const int steps = (n < kAttentionFineEnd ? n + kAttentionStep - 1 : kAttentionFineEnd) / kAttentionStep, chunks = attention_chunk_of(n - 1) + 1;
+  return steps > chunks ? steps : chunks;
 }
 // All attention kernels of a layer. Row i is at position *length + i, for i < min(*rows, max_rows); length + rows may not exceed capacity. Every element of
 // v_cache that has no position yet must be finite (zero it once).
@@ -299,6 +307,25 @@ struct DraftParams {
 };
 static_assert(sizeof(DraftParams) == 80, "DraftParams");
 
+// Where the rows of a draft pass stand; device memory, written by draft_begin at the start of each.
+struct DraftRows {
+  int start;            // State.draft_length before the pass: row 0 of the extend
+  int rows;             // rows of the extend: up to the target's length, or one less
+  int last;             // rows - 1, the row that the first draft comes from
+  int one;              // 1: rows of the steps behind it
+  int positions[16];    // positions[n]: where the row of draft n (from 1) stands
+};
+static_assert(sizeof(DraftRows) == 80, "DraftRows");
+
+// For draft_begin: one warp. Moves State.draft_length to the end of the pass that begins.
+struct DraftBeginParams {
+  State* state;
+  DraftRows* draft;
+  int max_rows;         // of the pass
+  int behind;           // rows to leave for a later pass: 0, or 1 so that an extend has a last row
+};
+static_assert(sizeof(DraftBeginParams) == 24, "DraftBeginParams");
+
 // For ngram_draft: grid (any number of blocks), 256 threads.
 struct NgramParams {
   State* state;
@@ -312,3 +339,17 @@ struct NgramParams {
   int pad;
 };
 static_assert(sizeof(NgramParams) == 56, "NgramParams");
+
+// ---- copy.cu: copy_rows ----
+struct CopyParams {
+  const bf16* from;        // [from_mask + 1 rows at least][dim]; row i is (i + *from_start) & from_mask (start null: 0)
+  bf16* to;                // likewise
+  const int* from_start;
+  const int* to_start;
+  const int* n_rows;       // as in LinearParams
+  int rows;
+  int dim;                 // multiple of 8
+  int from_mask;           // a power of two less 1, or -1
+  int to_mask;
+};
+static_assert(sizeof(CopyParams) == 56, "twin in Rust");

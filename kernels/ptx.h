@@ -61,6 +61,11 @@ __device__ __forceinline__ void have_now(int& v) {
   asm volatile("" : "+r"(v));
 #endif
 }
+__device__ __forceinline__ void have_now(unsigned& v) {
+#ifndef CPU_SHIM
+  asm volatile("" : "+r"(v));
+#endif
+}
 template <class T> __device__ __forceinline__ void have_now(T*& v) {
 #ifndef CPU_SHIM
   asm volatile("" : "+l"(v));
@@ -149,12 +154,32 @@ __device__ __forceinline__ unsigned short load_activation_bits(const bf16* p) {
   return r;
 #endif
 }
-// Asks L2 for the line at p.
+// Asks L2 for the 32 bytes at p. L2 is where all SMs meet, so this is legal before pdl_wait even for what earlier kernels may still write.
 __device__ __forceinline__ void prefetch_l2(const void* p) {
 #ifdef CPU_SHIM
   (void)p;
 #else
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
+}
+// A word as L2 has it now, which leaves no copy in L1 for later loads to find: before pdl_wait it is a guess.
+__device__ __forceinline__ int load_current(const int* p) {
+#ifdef CPU_SHIM
+  return *p;
+#else
+  int r;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
+#endif
+}
+// atomicInc that releases what this thread, and before the last block barrier its block, wrote, and acquires what earlier arrivals released.
+__device__ __forceinline__ unsigned atomic_increment(unsigned* p, unsigned limit) {
+#ifdef CPU_SHIM
+  return atomicInc(p, limit);
+#else
+  unsigned r;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(r) : "l"(p), "r"(limit) : "memory");
+  return r;
 #endif
 }
 // A word in pinned host memory, or one that another block polls: everything this thread wrote before is visible to who sees the word.
@@ -188,6 +213,18 @@ template <int left> __device__ __forceinline__ void copy_async_wait() {
   cpu::wait_copies(left);
 #else
   asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
+#endif
+}
+
+// ---- arithmetic ----
+// 2^x, off by 2 in the last place at most; results below 2^-126 are 0.
+__device__ __forceinline__ float exp2_fast(float x) {
+#ifdef CPU_SHIM
+  return exp2f(x);
+#else
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
 #endif
 }
 

@@ -8,7 +8,10 @@ for prefixes of one text: the token that the target chooses after the prefix, an
 step. smollm2.json has the same for the shipped drafter (drafts, their best five logits), and its accept length on greedy text with 6 drafts.
 Needs numpy. Byte-deterministic.
 """
-import argparse, json, math
+
+import argparse
+import json
+import math
 from pathlib import Path
 import numpy as np
 
@@ -27,8 +30,14 @@ def store(path, tensors):
     header, data = {"__metadata__": {"format": "pt"}}, b""
     for name in sorted(tensors):
         dtype, x = tensors[name]
-        x = {"BF16": to_bf16, "F16": lambda x: x.astype(np.float16), "F32": lambda x: x.astype(np.float32), "I64": lambda x: x.astype(np.int64),
-             "I32": lambda x: x.astype(np.int32), "BOOL": lambda x: x.astype(np.uint8)}[dtype](x)
+        x = {
+            "BF16": to_bf16,
+            "F16": lambda x: x.astype(np.float16),
+            "F32": lambda x: x.astype(np.float32),
+            "I64": lambda x: x.astype(np.int64),
+            "I32": lambda x: x.astype(np.int32),
+            "BOOL": lambda x: x.astype(np.uint8),
+        }[dtype](x)
         header[name] = {"dtype": dtype, "shape": list(x.shape), "data_offsets": [len(data), len(data) + x.nbytes]}
         data += x.tobytes()
     text = json.dumps(header).encode()
@@ -40,10 +49,10 @@ def load(path):
     raw = path.read_bytes()
     n = int.from_bytes(raw[:8], "little")
     out = {}
-    for name, t in json.loads(raw[8:8 + n]).items():
+    for name, t in json.loads(raw[8 : 8 + n]).items():
         if name == "__metadata__":
             continue
-        b = raw[8 + n + t["data_offsets"][0]:8 + n + t["data_offsets"][1]]
+        b = raw[8 + n + t["data_offsets"][0] : 8 + n + t["data_offsets"][1]]
         if t["dtype"] == "BF16":
             x = (np.frombuffer(b, np.uint16).astype(np.uint32) << 16).view(np.float32)
         else:
@@ -67,7 +76,9 @@ def frequencies(c, dim):
     if not s:
         return f, 1.0
     assert s["rope_type"] == "yarn"
-    turns = lambda t: dim * math.log(s["original_max_position_embeddings"] / (t * 2 * math.pi)) / (2 * math.log(c.get("rope_theta", 10000.0)))
+    turns = (
+        lambda t: dim * math.log(s["original_max_position_embeddings"] / (t * 2 * math.pi)) / (2 * math.log(c.get("rope_theta", 10000.0)))
+    )
     low, high = max(math.floor(turns(32)), 0), min(math.ceil(turns(1)), dim - 1)
     stretch = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
     return f * (1 - stretch) + f / s["factor"] * stretch, 0.1 * math.log(s["factor"]) + 1
@@ -112,7 +123,13 @@ class Drafter:
     """Canonical names (midlayer.*); `flags` are the six of the config."""
 
     def __init__(self, c, w, embed, head, flags):
-        self.w, self.embed, self.head, self.flags, self.eps = w, w.get("embed_tokens.weight", embed), w.get("lm_head.weight", head), flags, c["rms_norm_eps"]
+        self.w, self.embed, self.head, self.flags, self.eps = (
+            w,
+            w.get("embed_tokens.weight", embed),
+            w.get("lm_head.weight", head),
+            flags,
+            c["rms_norm_eps"],
+        )
         self.dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
         self.freq = frequencies(c, self.dim)
         self.map = np.arange(len(self.head)) + (w["d2t"].astype(np.int64) if "d2t" in w else 0)
@@ -162,45 +179,151 @@ def chains(drafter, ids, features, k, ends):
     f = drafter.fuse(features)
     n_kv_heads = drafter.W("midlayer.self_attn.k_proj").shape[0] // drafter.dim
     cache = [np.zeros((0, n_kv_heads, drafter.dim)) for _ in range(2)]
-    x = drafter.rows(ids[1:], f[:len(ids) - 1], cache, 0)
-    return [drafter.chain(x[n - 1:n], [c[:n] for c in cache], n, k) for n in ends]
+    x = drafter.rows(ids[1:], f[: len(ids) - 1], cache, 0)
+    return [drafter.chain(x[n - 1 : n], [c[:n] for c in cache], n, k) for n in ends]
 
 
 # ---- tiny models
 H, V, LAYERS = 32, 96, 4
 TARGET = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": H, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": V, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
-    "hidden_act": "silu", "rope_theta": 10000.0, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "bfloat16",
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": H,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": V,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
 }
-BASE = {"hidden_size": H, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": V}
+BASE = {
+    "hidden_size": H,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": V,
+}
 IDS = "eagle_aux_hidden_state_layer_ids"
 LLAMA = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
 # name: config as stored, layer entries that it means, flags, prefixes that the file's names have, dtype, options
 DRAFTERS = {
     # No layer ids: the entries are the engine's guess for 4 layers.
-    "safeailab": ({**BASE, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "draft_vocab_size": 40, "hidden_act": "silu"},
-                  [1, 2, 3], {}, "midlayer.", "F16", {}),
-    "specforge": ({**BASE, **LLAMA, "head_dim": 16, "draft_vocab_size": 40, "rope_theta": 50000.0, "attention_bias": False, "norm_before_fc": True,
-                   "eagle_config": {IDS: [0, 1, 2], "use_aux_hidden_state": True}}, [1, 2, 3], {"norm_before_fc": True}, "model.midlayer.", "BF16", {"embed": True}),
-    "speculators": ({"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "model_type": "speculator_model", "draft_vocab_size": 40,
-                     "target_hidden_size": H, IDS: [2, 3, 4], "norm_output": True,
-                     "transformer_layer_config": {**BASE, "model_type": "qwen3", "head_dim": 8, "use_sliding_window": False}},
-                    [2, 3, 4], {"norm_before_residual": True, "norm_output": True}, "layers.0.", "BF16", {"qk_norm": True, "embed": True, "d2t": "I32"}),
-    "modelopt": ({**BASE, **LLAMA, "draft_vocab_size": V, "eagle_config": {IDS: [1, 2, 3], "use_aux_hidden_state": True, "use_last_layernorm": True,
-                  "use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1}},
-                 [2, 3, 4], {}, "layers.0.", "F32", {"share_head": True}),
-    "eagle31": ({**BASE, **LLAMA, "fc_norm": True, "norm_output": True, IDS: [2, 3]}, [2, 3], {"fc_norm": True, "norm_output": True}, "midlayer.", "BF16", {}),
-    "aux_norm": ({**BASE, **LLAMA, "use_aux_norm": True, "norm_before_residual": True, "draft_vocab_size": 40, IDS: [0, 1, 2]},
-                 [1, 2, 3], {"fc_norm": True, "norm_before_residual": True}, "midlayer.", "BF16", {"old_aux": True}),
-    "narrow": ({**BASE, **LLAMA, "hidden_size": 24, "target_hidden_size": H, "draft_vocab_size": 40, IDS: [2, 3, 4], "eagle_config": {},
-                "speculators_model_type": "eagle3", "norm_before_residual": False, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
-                "original_max_position_embeddings": 16}}, [2, 3, 4], {}, "midlayer.", "BF16", {"embed": True}),
+    "safeailab": (
+        {**BASE, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "draft_vocab_size": 40, "hidden_act": "silu"},
+        [1, 2, 3],
+        {},
+        "midlayer.",
+        "F16",
+        {},
+    ),
+    "specforge": (
+        {
+            **BASE,
+            **LLAMA,
+            "head_dim": 16,
+            "draft_vocab_size": 40,
+            "rope_theta": 50000.0,
+            "attention_bias": False,
+            "norm_before_fc": True,
+            "eagle_config": {IDS: [0, 1, 2], "use_aux_hidden_state": True},
+        },
+        [1, 2, 3],
+        {"norm_before_fc": True},
+        "model.midlayer.",
+        "BF16",
+        {"embed": True},
+    ),
+    "speculators": (
+        {
+            "speculators_model_type": "eagle3",
+            "architectures": ["Eagle3Speculator"],
+            "model_type": "speculator_model",
+            "draft_vocab_size": 40,
+            "target_hidden_size": H,
+            IDS: [2, 3, 4],
+            "norm_output": True,
+            "transformer_layer_config": {**BASE, "model_type": "qwen3", "head_dim": 8, "use_sliding_window": False},
+        },
+        [2, 3, 4],
+        {"norm_before_residual": True, "norm_output": True},
+        "layers.0.",
+        "BF16",
+        {"qk_norm": True, "embed": True, "d2t": "I32"},
+    ),
+    "modelopt": (
+        {
+            **BASE,
+            **LLAMA,
+            "draft_vocab_size": V,
+            "eagle_config": {
+                IDS: [1, 2, 3],
+                "use_aux_hidden_state": True,
+                "use_last_layernorm": True,
+                "use_input_layernorm_in_first_layer": True,
+                "use_mtp_layernorm": False,
+                "next_layer_regular": True,
+                "parallel_draft_step": 1,
+            },
+        },
+        [2, 3, 4],
+        {},
+        "layers.0.",
+        "F32",
+        {"share_head": True},
+    ),
+    "eagle31": (
+        {**BASE, **LLAMA, "fc_norm": True, "norm_output": True, IDS: [2, 3]},
+        [2, 3],
+        {"fc_norm": True, "norm_output": True},
+        "midlayer.",
+        "BF16",
+        {},
+    ),
+    "aux_norm": (
+        {**BASE, **LLAMA, "use_aux_norm": True, "norm_before_residual": True, "draft_vocab_size": 40, IDS: [0, 1, 2]},
+        [1, 2, 3],
+        {"fc_norm": True, "norm_before_residual": True},
+        "midlayer.",
+        "BF16",
+        {"old_aux": True},
+    ),
+    "narrow": (
+        {
+            **BASE,
+            **LLAMA,
+            "hidden_size": 24,
+            "target_hidden_size": H,
+            "draft_vocab_size": 40,
+            IDS: [2, 3, 4],
+            "eagle_config": {},
+            "speculators_model_type": "eagle3",
+            "norm_before_residual": False,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        },
+        [2, 3, 4],
+        {},
+        "midlayer.",
+        "BF16",
+        {"embed": True},
+    ),
 }
 
 
 def rounded(x, dtype):
-    return {"BF16": lambda: (to_bf16(x).astype(np.uint32) << 16).view(np.float32), "F16": lambda: x.astype(np.float16), "F32": lambda: x.astype(np.float32)}[dtype]().astype(np.float64)
+    return {
+        "BF16": lambda: (to_bf16(x).astype(np.uint32) << 16).view(np.float32),
+        "F16": lambda: x.astype(np.float16),
+        "F32": lambda: x.astype(np.float32),
+    }[dtype]().astype(np.float64)
 
 
 def random_weights(rng, shapes, dtype):
@@ -219,9 +342,17 @@ def tiny():
     shapes = {"model.embed_tokens.weight": (V, H), "model.norm.weight": (H,), "lm_head.weight": (V, H)}
     for i in range(LAYERS):
         p = f"model.layers.{i}."
-        shapes |= {p + "input_layernorm.weight": (H,), p + "post_attention_layernorm.weight": (H,), p + "self_attn.q_proj.weight": (d, H),
-                   p + "self_attn.k_proj.weight": (kv, H), p + "self_attn.v_proj.weight": (kv, H), p + "self_attn.o_proj.weight": (H, d),
-                   p + "mlp.gate_proj.weight": (I, H), p + "mlp.up_proj.weight": (I, H), p + "mlp.down_proj.weight": (H, I)}
+        shapes |= {
+            p + "input_layernorm.weight": (H,),
+            p + "post_attention_layernorm.weight": (H,),
+            p + "self_attn.q_proj.weight": (d, H),
+            p + "self_attn.k_proj.weight": (kv, H),
+            p + "self_attn.v_proj.weight": (kv, H),
+            p + "self_attn.o_proj.weight": (H, d),
+            p + "mlp.gate_proj.weight": (I, H),
+            p + "mlp.up_proj.weight": (I, H),
+            p + "mlp.down_proj.weight": (H, I),
+        }
     w = random_weights(rng, shapes, "BF16")
     write(OUT / "target", TARGET, {k: ("BF16", x) for k, x in w.items()})
     ids = rng.integers(2, V, 24)
@@ -230,16 +361,30 @@ def tiny():
         hd, heads, kvh, I = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"], c["intermediate_size"]
         dim, vd, n = c.get("head_dim") or hd // heads, c.get("draft_vocab_size", V), len(entries)
         m = "midlayer."
-        shapes = {"fc.weight": (hd, n * H), "norm.weight": (hd,), m + "input_layernorm.weight": (hd,), m + "hidden_norm.weight": (hd,),
-                  m + "post_attention_layernorm.weight": (hd,), m + "self_attn.q_proj.weight": (heads * dim, 2 * hd),
-                  m + "self_attn.k_proj.weight": (kvh * dim, 2 * hd), m + "self_attn.v_proj.weight": (kvh * dim, 2 * hd),
-                  m + "self_attn.o_proj.weight": (hd, heads * dim), m + "mlp.gate_proj.weight": (I, hd), m + "mlp.up_proj.weight": (I, hd),
-                  m + "mlp.down_proj.weight": (hd, I)}
-        if not opt.get("share_head"): shapes["lm_head.weight"] = (vd, hd)
-        if opt.get("embed"): shapes["embed_tokens.weight"] = (V, hd)
-        if opt.get("qk_norm"): shapes |= {m + f"self_attn.{x}_norm.weight": (dim,) for x in "qk"}
-        if flags.get("norm_before_fc"): shapes["input_norm.weight"] = (n * H,)
-        if flags.get("fc_norm"): shapes |= {f"fc_norm.{i}.weight": (H,) for i in range(n)}
+        shapes = {
+            "fc.weight": (hd, n * H),
+            "norm.weight": (hd,),
+            m + "input_layernorm.weight": (hd,),
+            m + "hidden_norm.weight": (hd,),
+            m + "post_attention_layernorm.weight": (hd,),
+            m + "self_attn.q_proj.weight": (heads * dim, 2 * hd),
+            m + "self_attn.k_proj.weight": (kvh * dim, 2 * hd),
+            m + "self_attn.v_proj.weight": (kvh * dim, 2 * hd),
+            m + "self_attn.o_proj.weight": (hd, heads * dim),
+            m + "mlp.gate_proj.weight": (I, hd),
+            m + "mlp.up_proj.weight": (I, hd),
+            m + "mlp.down_proj.weight": (hd, I),
+        }
+        if not opt.get("share_head"):
+            shapes["lm_head.weight"] = (vd, hd)
+        if opt.get("embed"):
+            shapes["embed_tokens.weight"] = (V, hd)
+        if opt.get("qk_norm"):
+            shapes |= {m + f"self_attn.{x}_norm.weight": (dim,) for x in "qk"}
+        if flags.get("norm_before_fc"):
+            shapes["input_norm.weight"] = (n * H,)
+        if flags.get("fc_norm"):
+            shapes |= {f"fc_norm.{i}.weight": (H,) for i in range(n)}
         dw = random_weights(rng, shapes, dtype)
         stored = {k: (dtype, x) for k, x in dw.items()}
         if vd < V:
@@ -248,10 +393,12 @@ def tiny():
             stored["d2t"] = (opt.get("d2t", "I64"), dw["d2t"])
             stored["t2d"] = ("BOOL", np.isin(np.arange(V), keep))
         old = {f"fc_norm.{i}": f"aux_norm_{x}" for i, x in enumerate(("low", "mid", "high"))} if opt.get("old_aux") else {}
-        rename = lambda k: prefix + k[len(m):] if k.startswith(m) else old.get(k[:-7], k[:-7]) + ".weight" if k.endswith(".weight") else k
+        rename = lambda k: prefix + k[len(m) :] if k.startswith(m) else old.get(k[:-7], k[:-7]) + ".weight" if k.endswith(".weight") else k
         if prefix.startswith("model."):  # all but the head and the maps stand under it
             plain = rename
-            rename = lambda k: plain(k) if k.startswith(m) or k.startswith("lm_head") or k.endswith("2t") or k.endswith("2d") else "model." + plain(k)
+            rename = lambda k: (
+                plain(k) if k.startswith(m) or k.startswith("lm_head") or k.endswith("2t") or k.endswith("2d") else "model." + plain(k)
+            )
         write(OUT / name, config, {rename(k): x for k, x in stored.items()})
         cases = []
         for n_prefix in (1, 7, 19):
@@ -261,7 +408,9 @@ def tiny():
             states, _ = target(TARGET, w, text)
             drafter = Drafter(c, dw, w["model.embed_tokens.weight"], w["lm_head.weight"], flags)
             [(drafts, steps)] = chains(drafter, text, [states[e] for e in entries], K, [n_prefix])
-            cases.append({"prompt": prefix_ids.tolist(), "root": int(text[-1]), "drafts": drafts, "logits": [np.round(s, 7).tolist() for s in steps]})
+            cases.append(
+                {"prompt": prefix_ids.tolist(), "root": int(text[-1]), "drafts": drafts, "logits": [np.round(s, 7).tolist() for s in steps]}
+            )
         (OUT / name / "golden.json").write_text(json.dumps({"entries": entries, "cases": cases}) + "\n")
         margin = min(np.diff(np.sort(s)[-2:])[0] for case in cases for s in case["logits"])
         print(f"{name}: entries {entries}, least margin {margin:.4f}")
@@ -298,14 +447,21 @@ def smollm2(folder):
             a = 0
             while a < 6:
                 tried[a] += 1
-                if drafts[a] != text[at + 1 + a]: break
+                if drafts[a] != text[at + 1 + a]:
+                    break
                 hit[a] += 1
                 a += 1
             tokens, cycles, at = tokens + a + 1, cycles + 1, at + a + 1
         entry = {"tokens": tokens, "cycles": cycles, "tried": tried, "hit": hit}
         best = lambda s: np.argsort(-s, kind="stable")[:5]
-        entry["chains"] = [{"drafts": d, "ids": [drafter.map[best(s)].tolist() for s in ls], "logits": [np.round(s[best(s)].astype(float), 5).tolist() for s in ls]}
-                               for d, ls in cs[:24]]
+        entry["chains"] = [
+            {
+                "drafts": d,
+                "ids": [drafter.map[best(s)].tolist() for s in ls],
+                "logits": [np.round(s[best(s)].astype(float), 5).tolist() for s in ls],
+            }
+            for d, ls in cs[:24]
+        ]
         out[name] = entry
         print(f"{name}: accept length {tokens / cycles:.3f} in {cycles} cycles")
     (OUT / "smollm2.json").write_text(json.dumps(out) + "\n")

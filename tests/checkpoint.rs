@@ -1,5 +1,7 @@
 //! Loading: damaged files, absent shards, tied heads, reads, rope tables, end tokens, strict configs, claims (cases O01 to O03, O05 to O07).
 //! Each case says what an error must name; the untouched model loads in the same test.
+#[path = "support/drafter.rs"]
+mod drafter;
 mod support;
 
 use anyhow::Result;
@@ -13,6 +15,7 @@ use support::{join_safetensors, shard_name, split_safetensors, to_v5, write_json
 use tempfile::{tempdir, TempDir};
 use volley::model::checkpoint::{self, Checkpoint, Dtype, Read, PIECE_BYTES};
 use volley::model::config::{Config, RopeScaling};
+use volley::model::draft::DraftModel;
 use volley::model::weights::{claim, Fuse, Role, Slice, Split, Table, WeightId, Weights};
 
 fn made(model: T0) -> TempDir {
@@ -669,13 +672,34 @@ fn every_row_of_the_table_is_used() {
         T0::new().arch("qwen3").set("attention_bias", true).dtype("F32"),
         T0::new().padding(8).tied(true),
     ];
-    let used: std::collections::BTreeSet<(String, String)> = models
+    let mut used: std::collections::BTreeSet<(String, String)> = models
         .into_iter()
         .flat_map(|model| {
             let (config, _, weights) = open(made(model).path(), Read::Mmap).unwrap();
             weights.iter().map(|(id, _)| (config.arch.clone(), id.role.to_string())).collect::<Vec<_>>()
         })
         .collect();
+    let (config, _, target) = open(made(T0::new()).path(), Read::Mmap).unwrap();
+    for per_feature in [false, true] {
+        let mut d0 = drafter::D0::new();
+        d0.random("embed_tokens.weight", &[512, 64]);
+        if per_feature {
+            d0.set("fc_norm", true);
+            for i in 0..3 {
+                d0.random(&format!("fc_norm.{i}.weight"), &[64]);
+            }
+        } else {
+            d0.set("norm_before_fc", true).set("attention_bias", true).set("model_type", "qwen3").random("input_norm.weight", &[192]);
+            for (head, rows) in [("q", 64), ("k", 32), ("v", 32)] {
+                d0.random(&format!("midlayer.self_attn.{head}_proj.bias"), &[rows]);
+            }
+            d0.random("midlayer.self_attn.q_norm.weight", &[16]).random("midlayer.self_attn.k_norm.weight", &[16]);
+        }
+        let dir = tempdir().unwrap();
+        d0.write(dir.path());
+        let drafter = DraftModel::open(dir.path(), &config, &target, Some(512), Read::Mmap).unwrap();
+        used.extend(drafter.weights.iter().map(|(id, _)| ("eagle3".to_string(), id.role.to_string())));
+    }
     let table: toml::Table = toml::from_str(include_str!("../weights.toml")).unwrap();
     for (arch, section) in &table {
         for scope in ["model", "layer"] {

@@ -191,8 +191,9 @@ fn tiny_models_answer_without_graphs() {
     assert!(tokens == expected && eager >= 65, "{eager}");
 
     let (config, weights) = model(&dir);
-    let options = Options { context: 256, require_graphs: true, fail_capture: |pass| pass == Pass::Verify { width: 3 } };
-    let refused = Machine::new(gpu.clone(), config, Source::Checkpoint(&weights), &options, &mut |_, _| {});
+    let options =
+        Options { context: 256, drafter: None, ngram: false, require_graphs: true, fail_capture: |pass| pass == Pass::Verify { width: 3 } };
+    let refused = Machine::new(gpu.clone(), config, Source::Checkpoint(&weights), options, &mut |_, _| {});
     let refused = refused.err().expect("a graph that must be there and is not is an error");
     assert_eq!(error::exit_code(&refused), error::MACHINE);
     assert!(refused.to_string().contains("Verify { width: 3 }"), "{refused}");
@@ -291,8 +292,8 @@ fn model(dir: &Path) -> (Config, volley::model::weights::Weights) {
 
 fn open(gpu: &Gpu, dir: &Path, context: usize, fail_capture: fn(Pass) -> bool) -> (Machine, Reference) {
     let (config, weights) = model(dir);
-    let options = Options { context, require_graphs: false, fail_capture };
-    let machine = Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), &options, &mut |_, _| {}).unwrap();
+    let options = Options { context, drafter: None, ngram: false, require_graphs: false, fail_capture };
+    let machine = Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     (machine, Reference::new(config, weights, context, None, false).unwrap())
 }
 
@@ -300,8 +301,8 @@ fn open(gpu: &Gpu, dir: &Path, context: usize, fail_capture: fn(Pass) -> bool) -
 fn random(gpu: &Gpu, shape: &str, n_layers: Option<usize>, context: usize) -> Machine {
     let mut config = Config::open(&Path::new("tests/shapes").join(shape)).unwrap();
     config.n_layers = n_layers.unwrap_or(config.n_layers);
-    let options = Options { context, require_graphs: true, fail_capture: all_graphs };
-    Machine::new(gpu.clone(), config, Source::Random(1), &options, &mut |_, _| {}).unwrap()
+    let options = Options { context, drafter: None, ngram: false, require_graphs: true, fail_capture: all_graphs };
+    Machine::new(gpu.clone(), config, Source::Random(1), options, &mut |_, _| {}).unwrap()
 }
 
 /// Logits of the rows from `first` on, [ids - first, vocab], each token given: the rows before as one prompt, then eight rows a pass.

@@ -42,8 +42,8 @@ fn open(dir: &Path) -> (Config, Weights) {
 fn machine_with(name: &str, fail_capture: fn(Pass) -> bool) -> Machine {
     let (config, weights) = model(name);
     let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
-    let options = Options { context: 200, require_graphs: false, fail_capture };
-    Machine::new(gpu, config, Source::Checkpoint(&weights), &options, &mut |_, _| {}).unwrap()
+    let options = Options { context: 200, drafter: None, ngram: false, require_graphs: false, fail_capture };
+    Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap()
 }
 
 fn machine(name: &str) -> Machine {
@@ -176,8 +176,14 @@ fn qwen3() {
 fn o20_require_graphs_refuses() {
     let (config, weights) = model("llama");
     let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
-    let options = Options { context: 200, require_graphs: true, fail_capture: |pass| pass == Pass::Prefill { rows: 64 } };
-    let error = Machine::new(gpu, config, Source::Checkpoint(&weights), &options, &mut |_, _| {}).err().unwrap();
+    let options = Options {
+        context: 200,
+        drafter: None,
+        ngram: false,
+        require_graphs: true,
+        fail_capture: |pass| pass == Pass::Prefill { rows: 64 },
+    };
+    let error = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).err().unwrap();
     assert!(format!("{error:#}").contains("Prefill { rows: 64 }"), "{error:#}");
 }
 
@@ -190,8 +196,8 @@ fn checks_of_doctor_hold_and_can_fail() {
     let (config, weights) = open(dir.path());
     let ids = token_ids(check::STEP_ROWS, config.vocab);
     let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
-    let options = Options { context: 200, require_graphs: true, fail_capture: |_| false };
-    let mut m = Machine::new(gpu, config.clone(), Source::Checkpoint(&weights), &options, &mut |_, _| {}).unwrap();
+    let options = Options { context: 200, drafter: None, ngram: false, require_graphs: true, fail_capture: |_| false };
+    let mut m = Machine::new(gpu, config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     let hold = |held: anyhow::Result<String>| println!("{}", held.unwrap_or_else(|e| panic!("{e:#}")));
     hold(check::widths(&mut m, &ids[..72]));
     hold(check::chunks(&mut m, &ids[..20]));

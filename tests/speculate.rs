@@ -3,6 +3,8 @@
 //!
 //! T0 and D0 are random and made on the spot; golden values are those of scripts/make_draft_golden.py; tests with SmolLM2 and its drafter are
 //! skipped, in so many words, where the model is absent.
+#[path = "support/binary.rs"]
+mod binary;
 #[path = "support/drafter.rs"]
 mod drafter;
 mod support;
@@ -537,7 +539,7 @@ fn o17_a_drafter_that_never_hits_is_noticed_once() {
     assert!(shown.contains("enter layers [1, 2, 3]") && shown.contains("a guess"), "{shown}");
 
     let expected = generate(&mut t0.engine(Drafting::default()), &prompt(20), &Sampling::default(), &[], Some(150)).tokens;
-    let mut engine = t0.engine(drafting(By::Eagle, None));
+    let mut engine = t0.engine(drafting(By::Eagle, Some(2)));
     let mut warnings = Vec::new();
     for max_tokens in [30, 150, 150] {
         let answer = generate(&mut engine, &prompt(20), &Sampling::default(), &[], Some(max_tokens));
@@ -549,6 +551,15 @@ fn o17_a_drafter_that_never_hits_is_noticed_once() {
     assert_eq!((&warnings[0], &warnings[2]), (&None, &None), "not before 64 rounds, and once");
     let warning = warnings[1].as_ref().expect("a warning after 64 rounds");
     assert!(["accept length 1.0", "layers", "another model", "template"].iter().all(|cause| warning.contains(cause)), "{warning}");
+    // With the policy, which soon drafts now and then only, it takes longer.
+    let mut engine = t0.engine(drafting(By::Eagle, None));
+    let mut warned = 0;
+    for _ in 0..6 {
+        generate(&mut engine, &prompt(20), &Sampling::default(), &[], Some(200));
+        warned += engine.take_warning().is_some() as usize;
+    }
+    assert_eq!(warned, 1);
+    let s = engine.statistics().unwrap();
     assert!(serde_json::to_string(s).unwrap().contains("\"accepted\":["));
 }
 
@@ -631,7 +642,7 @@ fn o18_wrong_drafters_are_refused() {
         d0.set("kv_lora_rank", 512);
     });
     refused(&["use_aux_hidden_state: expected true, found false"], &|d0, _| {
-        d0.set("use_aux_hidden_state", false);
+        d0.set("eagle_config", serde_json::json!({"use_aux_hidden_state": false}));
     });
     refused(&["num_hidden_layers: expected 1, found 2"], &|d0, _| {
         d0.set("num_hidden_layers", 2);
@@ -718,6 +729,56 @@ fn o19_drafts_that_fail_stop_and_come_back() {
     assert!(passes < 60, "{passes} passes with drafts that are right");
     let (passes, _) = run(|done| done > 100);
     assert!((101..170).contains(&passes), "{passes} passes with drafts that turn right after 100 tokens");
+}
+
+// ---- the command line
+
+#[test]
+fn the_drafter_beside_a_model_is_used_and_changes_no_text() {
+    let t0 = Tiny::new();
+    let (t0_dir, d0) = (t0.target(), t0.target().with_file_name("d0"));
+    let d0 = d0.to_str().unwrap();
+    let summary = |args: &[&str]| {
+        let done =
+            binary::on(t0_dir, "run", &[args, &["-n", "40", "-t", "4", "--seed", "3", "--json", "-v", "hi"]].concat(), b"").expect(0);
+        let mut summary = done.json().pop().unwrap();
+        let speculation = summary.as_object_mut().unwrap().remove("speculation").unwrap_or_default();
+        (summary["text"].clone(), speculation, done.err)
+    };
+    let (plain, none, err) = summary(&[]);
+    assert!(none.is_null() && !err.contains("drafter"), "{err}");
+    for draft in [d0, "ngram", &format!("{d0},ngram")] {
+        let (text, speculation, err) = summary(&["--draft", draft, "--draft-tokens", "3"]);
+        assert_eq!(text, plain, "--draft {draft}");
+        assert_eq!(speculation["tokens"], 40, "{speculation}");
+        assert_eq!(speculation["eagle_cycles"].as_u64().unwrap() > 0, draft != "ngram", "{speculation}");
+        assert_eq!(err.contains("enter layers [1, 2, 3]"), draft != "ngram", "{err}");
+        assert!(err.contains("accept length") && err.contains("cycles by tokens"), "{err}");
+    }
+    std::fs::rename(d0, t0_dir.with_file_name("t0-eagle3")).unwrap();
+    let (text, speculation, err) = summary(&[]);
+    assert!(text == plain && speculation["eagle_cycles"].as_u64().unwrap() > 0 && err.contains("t0-eagle3"), "{err}");
+    assert!(summary(&["--draft", "none"]).1.is_null());
+
+    binary::on(t0_dir, "run", &["--draft", "nowhere", "hi"], b"").expect_error(2, &["nowhere", "expected a drafter's config.json"]);
+    binary::on(t0_dir, "run", &["--draft-tokens", "8", "hi"], b"").expect_error(2, &["expected auto or a number from 1 to 7"]);
+    binary::on(t0_dir, "run", &["--draft", "a,b", "hi"], b"").expect_error(2, &["expected one drafter"]);
+    let done = binary::on(t0_dir, "chat", &["-n", "20"], b"hello\n/stats\n").expect(0);
+    assert!(done.err.contains("drafts: accept length") && done.err.contains("replays: "), "{}", done.err);
+
+    let prompts = t0.0.path().join("prompts.jsonl");
+    std::fs::write(&prompts, "{\"id\": 1, \"turns\": [\"abc\"]}\n{\"id\": 2, \"turns\": [\"the other\", \"b\"]}\n").unwrap();
+    let prompts = prompts.to_str().unwrap();
+    let row = binary::on(t0_dir, "bench", &["--prompts", prompts, "-g", "30", "--json"], b"").expect(0).json().pop().unwrap();
+    assert_eq!(row["break_even_accept_length"].as_array().unwrap().len(), 7);
+    assert!(row["plain_tokens_per_s"].as_f64().unwrap() > 0.0 && row["speculative_tokens_per_s"].as_f64().unwrap() > 0.0);
+    let table = binary::on(t0_dir, "bench", &["--prompts", prompts, "-g", "30"], b"").expect(0);
+    assert!(
+        ["prompts.jsonl", "ratio", "break-even", "verify of 1 to 8 rows"].iter().all(|word| table.text().contains(word)),
+        "{}",
+        table.text()
+    );
+    binary::on(t0_dir, "bench", &["--prompts", prompts, "--draft", "none"], b"").expect_error(2, &["expected drafts, found none"]);
 }
 
 // ---- helpers

@@ -73,16 +73,16 @@ struct Device {
     return x;
   }
   // Rows length .. length + rows - 1 in one pass. block_columns 16, 32 or 64; more columns go to z.
-  std::vector<bf16> decode(int length, int rows, int block_columns, int max_rows = 0, int more_chunks = 0) {
+  std::vector<bf16> decode(int length, int rows, int block_columns, int max_rows = 0, int more_blocks = 0) {
     if (!max_rows) max_rows = rows;
     std::vector<bf16> x = input(length, rows, max_rows), out = poisoned<bf16>((size_t)max_rows * L.n_heads * L.hd), before = x;
-    const int z = (max_rows * L.group + block_columns - 1) / block_columns, chunks = attention_chunk_of(length + rows - 1) + 1 + more_chunks;
-    std::vector<float> partials = poisoned<float>((size_t)L.n_kv * chunks * z * block_columns * (L.hd + 2));
+    const int z = (max_rows * L.group + block_columns - 1) / block_columns, blocks = attention_blocks(length + rows) + more_blocks;
+    std::vector<float> partials = poisoned<float>((size_t)L.n_kv * blocks * z * block_columns * (L.hd + 2));
     std::vector<unsigned> counters(L.n_kv * z, 0);
     AttentionParams p = params(x.data(), out.data(), &length, &rows, max_rows);
     p.partials = partials.data(); p.counters = counters.data();
     const std::string name = "attention_decode_" + std::to_string(L.hd) + "_" + std::to_string(block_columns);
-    run(name.c_str(), dim3(chunks, L.n_kv, z), kDecodeThreads, p);
+    run(name.c_str(), dim3(blocks, L.n_kv, z), kDecodeThreads, p);
     for (unsigned c : counters) check(c == 0, "%s leaves its counters at zero", name.c_str());
     check(same_bits(x.data(), before.data(), x.size()), "%s leaves qkv alone", name.c_str());
     const size_t used = (size_t)rows * L.n_heads * L.hd;
@@ -191,7 +191,7 @@ static void test_sine() {
 static void test_chunks() {
   bool ok = attention_chunk_of(0) == 0;
   for (int position = 1, begin = 0; position < 70000; position++) {
-    const int width = position < 2048 ? 64 : position < 16384 ? 256 : 1024;
+    const int width = position < 16384 ? 256 : 1024;
     if (position % width == 0) begin = position;
     const int c = attention_chunk_of(position);
     ok &= attention_chunk_begin(c) == begin && c == attention_chunk_of(position - 1) + (begin == position);

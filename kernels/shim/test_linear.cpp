@@ -270,12 +270,15 @@ void check_repack() {
 void check_embed() {
   const int vocab = 100, hidden = 80, rows = 9;
   const auto table = rounded(numbers((size_t)vocab * hidden, 9)); const auto tiles = retiled(table, vocab, hidden);
-  const int tokens[rows] = {0, 99, 17, 16, 15, 1, 64, 99, 8};
+  const int tokens[rows + 3] = {0, 99, 17, 16, 15, 1, 64, 99, 8, 50, 3, 98}, start = 1;
   State state{}; state.root = 99; state.rows = 7;
   for (int i = 0; i < 16; i++) state.drafts[i] = (i * 37 + 5) % vocab;
-  for (int from_list = 0; from_list < 2; from_list++) {
+  const char* const sources[] = {"the state", "a list", "a list from start + offset on"};
+  for (int source = 0; source < 3; source++) {
     auto x = poisoned<bf16>((size_t)rows * 96), normed = x; auto squares = poisoned<float>(rows * 5); const auto norm = rounded(numbers(hidden, 3));
-    EmbedParams p{tiles.data(), x.data(), norm.data(), normed.data(), squares.data(), from_list ? tokens : nullptr, &state, &state.rows, rows, hidden, 96, 0};
+    const int offset = source == 2 ? 2 : 0, first = source == 2 ? start + offset : 0;
+    EmbedParams p{tiles.data(), x.data(), norm.data(), normed.data(), squares.data(), source ? tokens : nullptr, source == 2 ? &start : nullptr, &state, &state.rows,
+                  rows, hidden, 96, offset};
     run("embed", dim3(rows), 128, p);
     bool ok = true;
     for (int m = 0; m < state.rows; m++) {
@@ -283,11 +286,11 @@ void check_embed() {
       for (int c = 0; c < hidden; c += 16) ok &= squares[m * 5 + c / 16] == tile_squares(&x[m * 96 + c]);
     }
     for (int m = 0; m < rows; m++) for (int c = 0; c < 96; c++) {
-      const int token = from_list ? tokens[m] : m == 0 ? state.root : state.drafts[m - 1];
+      const int token = source ? tokens[first + m] : m == 0 ? state.root : state.drafts[m - 1];
       const float v = value(x[m * 96 + c]);
       ok &= m < state.rows && c < hidden ? v == value(table[(size_t)token * hidden + c]) : v != v;
     }
-    check(ok, "embed, tokens from %s", from_list ? "a list" : "the state");
+    check(ok, "embed, tokens from %s", sources[source]);
   }
 }
 }  // namespace

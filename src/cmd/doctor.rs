@@ -133,8 +133,8 @@ fn open(gpu: &Gpu, dir: &Path, options: &ModelOptions) -> Result<(Machine, Refer
     let weights = claim(&table, &config, &checkpoint)?;
     weights.load(&mut |_, _| {})?;
     let context = options.context.unwrap_or(CONTEXT).min(config.context);
-    let machine_options = Options { context, require_graphs: options.require_graphs, fail_capture: |_| false };
-    let machine = Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), &machine_options, &mut |_, _| {})?;
+    let machine_options = Options { context, drafter: None, ngram: false, require_graphs: options.require_graphs, fail_capture: |_| false };
+    let machine = Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), machine_options, &mut |_, _| {})?;
     Ok((machine, Reference::new(config, weights, context, None, false)?))
 }
 

@@ -164,10 +164,7 @@ impl Model {
             let checkpoint = Checkpoint::open(dir, read)?;
             (Some(weights::claim(&table, &config, &checkpoint)?), checkpoint.to_string())
         };
-        let draft = options.draft.clone().unwrap_or_else(|| default_draft(dir, gpu.is_err()));
-        if gpu.is_ok() && draft != Draft::default() {
-            bail!("--draft: the GPU backend does not draft yet; use --device cpu or --draft none");
-        }
+        let draft = options.draft.clone().unwrap_or_else(|| default_draft(dir, !options.random));
         let drafter = match (&draft.dir, &weights) {
             (Some(dir), Some(weights)) => Some(DraftModel::open(dir, &config, weights, tokens, read)?),
             (Some(_), None) => bail!("--draft: random weights have no drafter; use --draft none"),
@@ -218,10 +215,16 @@ impl Model {
         let backend: Box<dyn Backend> = match gpu {
             Ok(gpu) => {
                 let source = weights.as_ref().map_or(Source::Random(0), Source::Checkpoint);
-                let machine_options = machine::Options { context, require_graphs: options.require_graphs, fail_capture: |_| false };
+                let machine_options = machine::Options {
+                    context,
+                    drafter,
+                    ngram: draft.ngram,
+                    require_graphs: options.require_graphs,
+                    fail_capture: |_| false,
+                };
                 let mut progress = Progress::new();
                 let made =
-                    machine::Machine::new(gpu, config.clone(), source, &machine_options, &mut |done, total| progress.show(done, total))?;
+                    machine::Machine::new(gpu, config.clone(), source, machine_options, &mut |done, total| progress.show(done, total))?;
                 if verbose {
                     let t = made.timings;
                     tell(format_args!(

@@ -6,8 +6,10 @@
 use super::device::{Gpu, Kernel, Launch, Memory, Params};
 use super::params::*;
 use super::weights::Matrix;
+use crate::decode::draft_ngram::{MAX_NGRAM, MIN_NGRAM};
+use crate::decode::MAX_DRAFTS;
 use crate::model::config::Rope;
-use crate::model::plan::{Attention, BufferId, Epilogue, Linear, Pass, Plan, Step, MAX_WIDTH};
+use crate::model::plan::{Attention, BufferId, BufferKind, Epilogue, Linear, Owner, Pass, Plan, Step, Tokens, FEATURE_ROWS, MAX_WIDTH};
 use crate::model::weights::{Role, WeightId};
 use crate::state_offset;
 use anyhow::{bail, ensure, Context, Result};
@@ -21,6 +23,9 @@ pub struct Kernels {
     linear: Vec<LinearVariant>,
     /// For up to 64 rows, and for more.
     linear_prefill: [PrefillVariant; 2],
+    /// Two inputs: up to 16 rows, and more.
+    linear_two: LinearVariant,
+    linear_prefill_two: PrefillVariant,
     attention_decode: Vec<(usize, usize, Kernel)>, // head_dim, columns of a block
     attention_rope: Vec<(usize, Kernel)>,
     attention_prefill: Vec<(usize, Kernel)>,
@@ -30,6 +35,10 @@ pub struct Kernels {
     sample_settle: Kernel,
     sample_accept: Kernel,
     prefill_advance: Kernel,
+    copy_rows: Kernel,
+    draft_begin: Kernel,
+    draft_choose: Kernel,
+    ngram_draft: Kernel,
     pub repack: Kernel,
     pub fill_random: Kernel,
     pub read_ceiling: Kernel,
@@ -65,6 +74,12 @@ impl Kernels {
             norm_rows: k("norm_rows")?,
             linear: vec![variant(1, 512, "linear_m8_t1_w16_a2")?, variant(2, 512, "linear_m16_t1_w16_a1")?],
             linear_prefill: [prefill(64, 64, 128, "linear_prefill_64x64")?, prefill(128, 128, 256, "linear_prefill_128x128")?],
+            linear_two: variant(2, 512, "linear_two")?,
+            linear_prefill_two: prefill(64, 64, 128, "linear_prefill_64x64_two")?,
+            copy_rows: k("copy_rows")?,
+            draft_begin: k("draft_begin")?,
+            draft_choose: k("draft_choose")?,
+            ngram_draft: k("ngram_draft")?,
             attention_decode: vec![
                 (64, 16, k("attention_decode_64_16")?),
                 (64, 32, k("attention_decode_64_32")?),
@@ -98,14 +113,12 @@ pub struct Arena {
     /// Beside the buffers that are normalised: rows times norm weight, bf16, and sums of squares of each 16 columns, f32.
     pub normed: BTreeMap<&'static str, Memory>,
     pub squares: BTreeMap<&'static str, Memory>,
-    /// norm_rows of prefill: 1/rms [PREFILL_ROWS] f32.
-    pub inverse_rms: Memory,
-    /// Keys [layer][kv head][capacity][head_dim], values [layer][kv head][head_dim][capacity], bf16.
-    pub keys: Memory,
-    pub values: Memory,
+    /// norm_rows of prefill, beside the same buffers: 1/rms [PREFILL_ROWS] f32.
+    pub inverse_rms: BTreeMap<&'static str, Memory>,
+    pub cache: Cache,
     pub capacity: usize,
-    pub inverse_frequencies: Memory,
-    pub rope_factor: f32,
+    pub drafter: Option<DraftArena>,
+    pub draft_scratch: Memory,
     pub attention_partials: Memory,
     pub attention_counters: Memory,
     pub state: Memory,
@@ -121,11 +134,36 @@ pub struct Arena {
     pub ring: u64,
 }
 
-impl Arena {
-    pub fn rotary(rope: &Rope, head_dim: usize, gpu: &Gpu) -> Result<(Memory, f32)> {
-        Ok((gpu.store(&rope.inverse_frequencies(head_dim))?, rope.attention_factor()))
-    }
+/// Keys [layer][kv head][capacity][head_dim], values [layer][kv head][head_dim][capacity], bf16, and the rotation of their positions.
+pub struct Cache {
+    pub keys: Memory,
+    pub values: Memory,
+    pub inverse_frequencies: Memory,
+    pub rope_factor: f32,
+}
 
+impl Cache {
+    pub fn new(gpu: &Gpu, bytes: usize, rope: &Rope, head_dim: usize) -> Result<Cache> {
+        Ok(Cache {
+            keys: gpu.allocate(bytes)?,
+            values: gpu.allocate(bytes)?,
+            inverse_frequencies: gpu.store(&rope.inverse_frequencies(head_dim))?,
+            rope_factor: rope.attention_factor(),
+        })
+    }
+}
+
+/// What a drafter has of its own.
+pub struct DraftArena {
+    pub cache: Cache,
+    /// Tapped features, [FEATURE_ROWS, dim] bf16 by position.
+    pub ring: Memory,
+    pub rows: Memory,
+    /// Draft id to target id, i32; None: the same ids.
+    pub target_ids: Option<Memory>,
+}
+
+impl Arena {
     fn state(&self, offset: usize) -> u64 {
         self.state.at(offset)
     }
@@ -218,6 +256,10 @@ pub struct Launcher<'a> {
     /// KV chunks that the pass covers: its positions are below the end of the last.
     pub chunks: usize,
     pub choice: Choice,
+    /// n-gram search at the end of a verify pass.
+    pub ngram: bool,
+    /// Drafter rows that a DraftPrefill leaves for the next extend.
+    pub behind: usize,
 }
 
 impl Launcher<'_> {
@@ -227,29 +269,102 @@ impl Launcher<'_> {
 
     /// All steps but those of one kind: what their absence saves is their price.
     pub fn run_without(&self, kind: Option<&str>) -> Result<()> {
+        let (arena, k) = (self.arena, self.kernels);
+        let drafts = matches!(self.plan.pass, Pass::Draft { .. } | Pass::DraftPrefill { .. });
+        if drafts {
+            let params =
+                DraftBeginParams { state: arena.state(0), draft: self.draft(0)?, max_rows: self.rows() as i32, behind: self.behind as i32 };
+            self.launch(&k.draft_begin, (1, 1, 1), 32, 0, &params)?;
+            self.features(false)?;
+        }
         for (i, step) in self.plan.steps.iter().enumerate() {
             if kind.is_some_and(|k| step.kind() == k) {
                 continue;
             }
+            if let Step::Accept { .. } = step {
+                self.features(true)?; // before the length moves on
+            }
             self.step(i).with_context(|| format!("step {}", step.name()))?;
         }
-        if let Pass::Prefill { .. } = self.plan.pass {
-            let params = AdvanceParams { state: self.arena.state(0), ring: self.arena.ring };
-            self.launch(&self.kernels.prefill_advance, (1, 1, 1), 32, 0, &params)?;
+        match self.plan.pass {
+            Pass::Prefill { .. } => {
+                self.features(true)?;
+                let params = AdvanceParams { state: arena.state(0), ring: arena.ring };
+                self.launch(&k.prefill_advance, (1, 1, 1), 32, 0, &params)
+            }
+            Pass::Verify { .. } if self.ngram => {
+                let params = NgramParams {
+                    state: arena.state(0),
+                    options: arena.options.at(0),
+                    scratch: arena.draft_scratch.at(0),
+                    history: arena.history.at(0),
+                    ring: arena.ring,
+                    min_n: MIN_NGRAM as i32,
+                    max_n: MAX_NGRAM as i32,
+                    n_drafts: MAX_DRAFTS as i32,
+                    pad: 0,
+                };
+                self.launch(&k.ngram_draft, (32, 1, 1), 256, 0, &params)
+            }
+            _ => Ok(()),
         }
-        Ok(())
+    }
+
+    /// Between the pass's feature buffer and the ring: a target pass stores its rows at their positions, a drafter's pass takes its own.
+    fn features(&self, store: bool) -> Result<()> {
+        let (Some(drafter), Some(buffer)) = (&self.arena.drafter, self.plan.buffers.iter().find(|b| b.kind == BufferKind::Feature)) else {
+            return Ok(());
+        };
+        let (ring, rows) = (drafter.ring.at(0), self.arena.buffers[buffer.name].at(0));
+        let mask = FEATURE_ROWS as i32 - 1;
+        let mut params =
+            CopyParams { n_rows: self.n_rows(self.rows())?, rows: self.rows() as i32, dim: buffer.dim as i32, ..CopyParams::zeroed() };
+        if store {
+            (params.from, params.from_mask) = (rows, -1);
+            (params.to, params.to_mask, params.to_start) = (ring, mask, self.arena.state(state_offset!(length)));
+        } else {
+            (params.from, params.from_mask, params.from_start) = (ring, mask, self.draft(std::mem::offset_of!(DraftRows, start))?);
+            (params.to, params.to_mask) = (rows, -1);
+        }
+        self.launch(&self.kernels.copy_rows, (self.rows(), 1, 1), 128, 0, &params)
+    }
+
+    /// Address inside DraftRows.
+    fn draft(&self, offset: usize) -> Result<u64> {
+        Ok(self.arena.drafter.as_ref().context("no drafter is loaded")?.rows.at(offset))
+    }
+
+    /// Where the device keeps how many of `rows` captured rows are in use. The one-row steps of a draft pass have one.
+    fn n_rows(&self, rows: usize) -> Result<u64> {
+        match self.plan.pass {
+            Pass::Prefill { .. } | Pass::Verify { .. } => Ok(self.arena.state(state_offset!(rows))),
+            Pass::Draft { .. } | Pass::DraftPrefill { .. } if rows == self.rows() => self.draft(std::mem::offset_of!(DraftRows, rows)),
+            Pass::Draft { .. } | Pass::DraftPrefill { .. } => self.draft(std::mem::offset_of!(DraftRows, one)),
+        }
     }
 
     /// Launches step number `i`; the order is that of `Step`.
     pub fn step(&self, i: usize) -> Result<()> {
         match &self.plan.steps[i] {
-            Step::Embed { table, out, dim, .. } => self.embed(i, *table, *out, *dim),
+            Step::Embed { table, tokens, out, dim } => self.embed(i, *table, *tokens, *out, *dim),
             Step::Linear(linear) => self.linear(i, linear),
             Step::Attention(attention) => self.attention(attention),
             Step::Accept { logits, vocab } => self.accept(*logits, *vocab),
-            Step::AllReduce { .. } | Step::Norm { .. } | Step::Select { .. } | Step::DraftToken { .. } => {
-                bail!("no kernel for it yet")
+            Step::Select { x, out, dim } => {
+                let params = CopyParams {
+                    from: self.arena.buffer(self.plan, *x),
+                    to: self.arena.buffer(self.plan, *out),
+                    from_start: self.draft(std::mem::offset_of!(DraftRows, last))?,
+                    rows: 1,
+                    dim: *dim as i32,
+                    from_mask: -1,
+                    to_mask: -1,
+                    ..CopyParams::zeroed()
+                };
+                self.launch(&self.kernels.copy_rows, (1, 1, 1), 128, 0, &params)
             }
+            Step::DraftToken { logits, vocab, draft } => self.draft_token(*logits, *vocab, *draft),
+            Step::AllReduce { .. } | Step::Norm { .. } => bail!("no kernel for it yet"),
         }
     }
 
@@ -262,8 +377,13 @@ impl Launcher<'_> {
         self.gpu.launch(kernel, Launch { grid, block, shared, early: true }, params)
     }
 
+    /// Passes of many rows have kernels of their own.
     fn prefills(&self) -> bool {
         self.rows() > MAX_WIDTH
+    }
+
+    fn rows_of(&self, id: BufferId) -> usize {
+        self.plan.buffer(id).rows
     }
 
     /// For a step that writes `out`: next norm weight, normed and squares, or zeros.
@@ -275,30 +395,43 @@ impl Launcher<'_> {
         }
     }
 
-    fn embed(&self, step: usize, table: WeightId, out: BufferId, dim: usize) -> Result<()> {
+    fn embed(&self, step: usize, table: WeightId, tokens: Tokens, out: BufferId, dim: usize) -> Result<()> {
         let (next_norm, normed, squares) = self.prepared(step, out);
-        let prefill = matches!(self.plan.pass, Pass::Prefill { .. });
+        let (arena, rows) = (self.arena, self.rows_of(out));
+        // Tokens come from the history, from the root and its drafts, or are one draft.
+        let (tokens, start, offset) = match (tokens, self.plan.pass) {
+            (Tokens::Pass, Pass::Prefill { .. }) => (arena.history.at(0), arena.state(state_offset!(length)), 0),
+            (Tokens::Pass, _) => (0, 0, 0),
+            (Tokens::Next, _) => (arena.history.at(0), self.draft(std::mem::offset_of!(DraftRows, start))?, 1),
+            (Tokens::Draft(n), _) => (arena.state(state_offset!(drafts) + 4 * (n - 1)), 0, 0),
+        };
         let params = EmbedParams {
-            table: self.arena.matrices[&table].parts[0].at,
-            x: self.arena.buffer(self.plan, out),
+            table: arena.matrices[&table].parts[0].at,
+            x: arena.buffer(self.plan, out),
             next_norm,
             normed,
             squares,
-            tokens: if prefill { self.arena.history.at(0) } else { 0 },
-            start: self.arena.state(state_offset!(length)),
-            state: self.arena.state(0),
-            n_rows: self.arena.state(state_offset!(rows)),
-            rows: self.rows() as i32,
+            tokens,
+            start,
+            state: arena.state(0),
+            n_rows: self.n_rows(rows)?,
+            rows: rows as i32,
             hidden: dim as i32,
             x_stride: dim as i32,
-            offset: 0,
+            offset,
         };
-        self.launch(&self.kernels.embed, (self.rows(), 1, 1), 128, 0, &params)
+        self.launch(&self.kernels.embed, (rows, 1, 1), 128, 0, &params)
     }
 
     fn linear(&self, step: usize, linear: &Linear) -> Result<()> {
         let (plan, arena) = (self.plan, self.arena);
-        let rows = self.rows();
+        let (Epilogue::Store { out }
+        | Epilogue::SiluMul { out }
+        | Epilogue::Residual { x: out, .. }
+        | Epilogue::Partial { out }
+        | Epilogue::Logits { out }) = linear.epilogue;
+        let rows = self.rows_of(out);
+        let n_rows = self.n_rows(rows)?;
         let matrix = &arena.matrices[&linear.weight];
         ensure!(linear.inputs.len() <= 2 && linear.inputs.len() == matrix.parts.len(), "{} inputs", linear.inputs.len());
         let mut part = [LinearPart::zeroed(); 2];
@@ -324,9 +457,9 @@ impl Launcher<'_> {
                     x: part[i].x,
                     norm: arena.vectors[&norm],
                     normed,
-                    inv: arena.inverse_rms.at(0),
+                    inv: arena.inverse_rms[buffer.name].at(0),
                     squares,
-                    n_rows: arena.state(state_offset!(rows)),
+                    n_rows,
                     rows: rows as i32,
                     k: input.dim as i32,
                     x_stride: part[i].x_stride,
@@ -344,7 +477,7 @@ impl Launcher<'_> {
         let mut params = LinearParams {
             part,
             bias: linear.bias.map_or(0, |id| arena.vectors[&id]),
-            n_rows: arena.state(state_offset!(rows)),
+            n_rows,
             n_parts: linear.inputs.len() as i32,
             n: linear.n as i32,
             n_tiles: matrix.n_tiles as i32,
@@ -352,72 +485,77 @@ impl Launcher<'_> {
             epilogue: EPILOGUE_STORE,
             ..LinearParams::zeroed()
         };
-        let out = match &linear.epilogue {
-            Epilogue::Store { out } | Epilogue::Partial { out } => *out,
-            Epilogue::SiluMul { out } => {
+        match &linear.epilogue {
+            Epilogue::Store { .. } | Epilogue::Partial { .. } => {}
+            Epilogue::SiluMul { .. } => {
                 params.epilogue = EPILOGUE_SILU;
                 params.n = (linear.n / 2) as i32;
-                *out
             }
-            Epilogue::Residual { x, tap } => {
+            Epilogue::Residual { tap, .. } => {
                 params.epilogue = EPILOGUE_RESIDUAL;
-                params.residual = arena.buffer(plan, *x);
+                params.residual = arena.buffer(plan, out);
                 if let Some(tap) = tap {
                     params.tap = arena.buffer(plan, tap.out) + 2 * tap.column as u64;
                     params.tap_stride = plan.buffer(tap.out).dim as i32;
                 }
-                *x
             }
-            Epilogue::Logits { out } => {
+            Epilogue::Logits { .. } => {
                 params.epilogue = EPILOGUE_LOGITS;
-                params.logits = arena.buffer(plan, *out);
-                *out
+                params.logits = arena.buffer(plan, out);
+                params.max_value = arena.max_value.at(0);
+                params.max_id = arena.max_id.at(0);
             }
-        };
+        }
         params.out = arena.buffer(plan, out);
         params.out_stride = plan.buffer(out).dim as i32;
         (params.next_norm, params.normed, params.squares) = self.prepared(step, out);
-        if self.prefills() {
-            let variant = &self.kernels.linear_prefill[(rows > 64) as usize];
+        let two = linear.inputs.len() == 2;
+        if rows > MAX_WIDTH {
+            let variant = if two { &self.kernels.linear_prefill_two } else { &self.kernels.linear_prefill[(rows > 64) as usize] };
             let grid = (rows.div_ceil(variant.m), matrix.n_tiles.div_ceil(variant.n / 16), 1);
             return self.launch(&variant.kernel, grid, variant.threads, PREFILL_SHARED, &params);
         }
-        let (variant, blocks) = self.variant(matrix.n_tiles)?;
-        if params.epilogue == EPILOGUE_LOGITS {
-            params.max_value = arena.max_value.at(0);
-            params.max_id = arena.max_id.at(0);
-        }
-        self.launch(&variant.kernel, (blocks, 1, 1), variant.threads, 0, &params)
+        let skinny = self.kernels.linear.iter().find(|v| v.columns == rows.div_ceil(8)).context("no variant")?;
+        let variant = if two { &self.kernels.linear_two } else { skinny };
+        self.launch(&variant.kernel, (self.blocks(matrix.n_tiles), 1, 1), variant.threads, 0, &params)
     }
 
-    /// The kernel for a matrix of `n_tiles` tiles in this pass, and its blocks.
-    fn variant(&self, n_tiles: usize) -> Result<(&LinearVariant, usize)> {
-        let variant = self.kernels.linear.iter().find(|v| v.columns == self.rows().div_ceil(8)).context("no variant")?;
-        Ok((variant, linear_blocks(n_tiles, self.gpu.info().n_sms)))
+    /// Blocks of a skinny linear kernel over `n_tiles` tiles.
+    fn blocks(&self, n_tiles: usize) -> usize {
+        linear_blocks(n_tiles, self.gpu.info().n_sms)
     }
 
     fn attention(&self, a: &Attention) -> Result<()> {
         let (plan, arena) = (self.plan, self.arena);
-        let rows = self.rows();
+        let rows = self.rows_of(a.out);
         let layer_bytes = 2 * a.n_kv_heads * arena.capacity * a.head_dim;
+        let cache = match a.owner {
+            Owner::Target => &arena.cache,
+            Owner::Drafter => &arena.drafter.as_ref().context("no drafter is loaded")?.cache,
+        };
+        let length = match a.tokens {
+            Tokens::Pass => arena.state(state_offset!(length)),
+            Tokens::Next => self.draft(std::mem::offset_of!(DraftRows, start))?,
+            Tokens::Draft(n) => self.draft(std::mem::offset_of!(DraftRows, positions) + 4 * n)?,
+        };
         let params = AttentionParams {
             qkv: arena.buffer(plan, a.qkv),
             out: arena.buffer(plan, a.out),
-            k_cache: arena.keys.at(a.layer * layer_bytes),
-            v_cache: arena.values.at(a.layer * layer_bytes),
+            k_cache: cache.keys.at(a.layer * layer_bytes),
+            v_cache: cache.values.at(a.layer * layer_bytes),
             q_norm: a.q_norm.map_or(0, |id| arena.vectors[&id]),
             k_norm: a.k_norm.map_or(0, |id| arena.vectors[&id]),
-            inv_freq: arena.inverse_frequencies.at(0),
+            inv_freq: cache.inverse_frequencies.at(0),
             partials: arena.attention_partials.at(0),
             counters: arena.attention_counters.at(0),
-            length: arena.state(state_offset!(length)),
-            rows: arena.state(state_offset!(rows)),
+            length,
+            rows: self.n_rows(rows)?,
             n_heads: a.n_heads as i32,
             n_kv_heads: a.n_kv_heads as i32,
             capacity: arena.capacity as i32,
             max_rows: rows as i32,
             scale: 1.0 / (a.head_dim as f32).sqrt(),
-            rope_factor: arena.rope_factor,
+            rope_factor: cache.rope_factor,
             norm_eps: plan.norm_eps,
             pad: 0,
         };
@@ -451,7 +589,7 @@ impl Launcher<'_> {
             max_id: arena.max_id.at(0),
             vocab: vocab as i32,
             stride: self.plan.buffer(logits).dim as i32,
-            n_max: self.variant(head.n_tiles)?.1 as i32,
+            n_max: self.blocks(head.n_tiles) as i32,
             width: self.rows() as i32,
         };
         let k = self.kernels;
@@ -463,5 +601,28 @@ impl Launcher<'_> {
             self.launch(&k.sample_settle, (1, self.rows(), 1), 256, 0, &params)?;
         }
         self.launch(&k.sample_accept, (1, 1, 1), 256, 0, &params)
+    }
+
+    fn draft_token(&self, logits: BufferId, vocab: usize, draft: usize) -> Result<()> {
+        let arena = self.arena;
+        let drafter = arena.drafter.as_ref().context("no drafter is loaded")?;
+        let Pass::Draft { drafts, .. } = self.plan.pass else { bail!("a draft outside a draft pass") };
+        let head = &arena.matrices[&WeightId::new(Role::DraftHead, None)];
+        let params = DraftParams {
+            logits: arena.buffer(self.plan, logits),
+            state: arena.state(0),
+            options: arena.options.at(0),
+            scratch: arena.draft_scratch.at(0),
+            target_ids: drafter.target_ids.as_ref().map_or(0, |m| m.at(0)),
+            max_value: arena.max_value.at(0),
+            max_id: arena.max_id.at(0),
+            vocab: vocab as i32,
+            stride: self.plan.buffer(logits).dim as i32,
+            row: 0,
+            index: draft as i32 - 1,
+            n_drafts: drafts as i32,
+            n_max: self.blocks(head.n_tiles) as i32,
+        };
+        self.launch(&self.kernels.draft_choose, (vocab.div_ceil(256), 1, 1), 256, 0, &params)
     }
 }

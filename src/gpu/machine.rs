@@ -3,14 +3,16 @@
 //! The sequence lives in device memory (params.rs, State); the host queues passes and reads their records from a ring in pinned memory. What
 //! a pass launches is kernels.rs; weights come from weights.rs.
 use super::device::{Gpu, Graph, Pinned};
-use super::kernels::{attention_partial_floats, linear_blocks, norms, Arena, Choice, Kernels, Launcher, Norms};
+use super::kernels::{attention_partial_floats, linear_blocks, norms, Arena, Cache, Choice, DraftArena, Kernels, Launcher, Norms};
 use super::params::*;
 use super::weights::{Layout, Source};
 use crate::decode::policy::Costs;
 use crate::decode::{Backend, Counters, End, Limits, Record, Sampling, StepTime, MAX_DRAFTS};
 use crate::error::{internal, machine};
 use crate::model::config::Config;
-use crate::model::plan::{self, BufferId, BufferKind, Epilogue, Pass, Plan, Ranks, Step, Storage, MAX_WIDTH, PREFILL_ROWS};
+use crate::model::draft::DraftModel;
+use crate::model::plan::{self, BufferId, BufferKind, Epilogue, Pass, Plan, Ranks, Step, Storage, FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS};
+use crate::model::weights::{Role, Weight, WeightId};
 use anyhow::{bail, Context, Result};
 use bytemuck::Zeroable;
 use half::bf16;
@@ -23,6 +25,10 @@ pub const STORAGE: Storage = Storage { weight: 2, kv: 2 };
 /// Widths of the verify graphs: plain decode, every number of drafts, and the widest.
 pub const WIDTHS: [usize; 9] = [1, 2, 3, 4, 5, 6, 7, 8, 16];
 
+/// The pass that brings the drafter's cache up while decoding goes on without drafts. Not used for prompts.
+const CATCH_UP: Pass = Pass::DraftPrefill { rows: CATCH_UP_ROWS };
+const CATCH_UP_ROWS: usize = PREFILL_ROWS[0];
+
 const STATE_BYTES: usize = std::mem::size_of::<State>();
 
 /// A pass that gives no record for this long has hung.
@@ -30,6 +36,9 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 pub struct Options {
     pub context: usize,
+    pub drafter: Option<DraftModel>,
+    /// n-gram drafting.
+    pub ngram: bool,
     /// Stop instead of running eagerly when a capture fails.
     pub require_graphs: bool,
     /// For tests: captures of these passes fail.
@@ -59,6 +68,9 @@ pub struct Machine {
     length: usize,
     /// What this request needs of sampling.
     choice: Choice,
+    ngram: bool,
+    /// Most rows that the drafter's cache may lack when all that was queued has run.
+    lag: usize,
     counters: Counters,
     pub timings: StartTimings,
 }
@@ -75,15 +87,25 @@ pub struct StartTimings {
 }
 
 impl Machine {
-    pub fn new(gpu: Gpu, config: Config, source: Source, options: &Options, progress: &mut dyn FnMut(usize, usize)) -> Result<Machine> {
+    pub fn new(gpu: Gpu, config: Config, source: Source, mut options: Options, progress: &mut dyn FnMut(usize, usize)) -> Result<Machine> {
         let ranks = Ranks::ONE;
+        let drafter = options.drafter.take();
+        let taps = drafter.as_ref().map_or(&[][..], |d| &d.shape.taps);
         let passes = WIDTHS.map(|width| Pass::Verify { width }).into_iter().chain(PREFILL_ROWS.map(|rows| Pass::Prefill { rows }));
         let mut plans = BTreeMap::new();
         for pass in passes {
-            let plan = plan::target(&config, pass, ranks, &[])?;
-            let norms = norms(&plan);
-            plans.insert(pass, (plan, norms));
+            plans.insert(pass, plan::target(&config, pass, ranks, taps)?);
         }
+        if let Some(d) = &drafter {
+            let prefill = PREFILL_ROWS.map(|rows| Pass::DraftPrefill { rows });
+            let draft = (1..=MAX_DRAFTS).map(|drafts| Pass::Draft { width: MAX_DRAFTS + 1, drafts });
+            for pass in prefill.into_iter().chain(draft) {
+                plans.insert(pass, plan::drafter(&d.shape, pass, ranks)?);
+            }
+            check_drafter(d)?;
+        }
+        let plans: BTreeMap<Pass, (Plan, Norms)> =
+            plans.into_iter().map(|(pass, plan)| (pass, (norms(&plan), plan))).map(|(pass, (n, p))| (pass, (p, n))).collect();
         if config.head_dim != 64 && config.head_dim != 128 {
             bail!("head_dim {}: the GPU backend has attention kernels for 64 and 128; use --device cpu", config.head_dim);
         }
@@ -91,7 +113,10 @@ impl Machine {
         let kv = plans[&Pass::Verify { width: 1 }].0.kv;
         let kv_bytes = kv.n_layers * kv.n_kv_heads * kv.head_dim * capacity * 2;
         let verify = &plans[&Pass::Verify { width: MAX_WIDTH }].0;
-        let layout = Layout::of(&[verify], config.tied);
+        let draft_plan = plans.get(&Pass::Draft { width: MAX_DRAFTS + 1, drafts: MAX_DRAFTS }).map(|(plan, _)| plan);
+        let draft_kv_bytes = draft_plan.map_or(0, |p| p.kv.n_layers * p.kv.n_kv_heads * p.kv.head_dim * capacity * 2);
+        let laid_out: Vec<&Plan> = std::iter::once(verify).chain(draft_plan).collect();
+        let layout = Layout::of(&laid_out, config.vocab, aliases(&config, &source, drafter.as_ref()));
 
         let rows = PREFILL_ROWS[PREFILL_ROWS.len() - 1];
         let mut buffer_bytes: BTreeMap<&'static str, usize> = BTreeMap::new();
@@ -114,9 +139,11 @@ impl Machine {
         }
         let normed_bytes: usize = normed_dims.values().map(|dim| rows * (2 * dim + dim / 4)).sum();
         let chunks = attention_chunks(capacity);
+        let mut attentions = vec![(config.n_heads, config.n_kv_heads, config.head_dim)];
+        attentions.extend(drafter.as_ref().map(|d| (d.shape.n_heads, d.shape.n_kv_heads, d.shape.head_dim)));
         let partials =
-            WIDTHS.map(|w| attention_partial_floats(w, config.n_heads, config.n_kv_heads, config.head_dim, chunks) * 4).into_iter().max();
-        let partials = partials.expect("there are widths");
+            attentions.iter().flat_map(|&(heads, kv, dim)| WIDTHS.map(|w| 4 * attention_partial_floats(w, heads, kv, dim, chunks)));
+        let partials = partials.max().expect("there are widths");
         let other = buffer_bytes.values().sum::<usize>()
             + normed_bytes
             + rows * 4
@@ -137,18 +164,30 @@ impl Machine {
 
         let kernels = Kernels::load(&gpu)?;
         let start = Instant::now();
-        let placed = layout.place(&gpu, &kernels, source, progress)?;
+        let placed = layout.place(&gpu, &kernels, &source, drafter.as_ref().map(|d| &d.weights), progress)?;
         timings.weights_ms = start.elapsed().as_secs_f64() * 1e3;
         let mut buffers = BTreeMap::new();
         for (name, bytes) in buffer_bytes {
             buffers.insert(name, gpu.allocate(bytes)?);
         }
-        let (mut normed, mut squares) = (BTreeMap::new(), BTreeMap::new());
+        let (mut normed, mut squares, mut inverse_rms) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         for (name, dim) in normed_dims {
+            inverse_rms.insert(name, gpu.allocate(rows * 4)?);
             normed.insert(name, gpu.allocate(rows * dim * 2)?);
             squares.insert(name, gpu.allocate(rows * dim / 16 * 4)?);
         }
-        let (inverse_frequencies, rope_factor) = Arena::rotary(&config.rope, config.head_dim, &gpu)?;
+        let drafter = match &drafter {
+            None => None,
+            Some(d) => {
+                let ids = |map: &Vec<u32>| gpu.store(&map.iter().map(|&id| id as i32).collect::<Vec<i32>>());
+                Some(DraftArena {
+                    cache: Cache::new(&gpu, draft_kv_bytes, &d.rope, d.shape.head_dim)?,
+                    ring: gpu.allocate(2 * FEATURE_ROWS * d.shape.taps.len() * d.shape.target_hidden)?,
+                    rows: gpu.allocate(std::mem::size_of::<DraftRows>())?,
+                    target_ids: d.map.as_ref().map(ids).transpose()?,
+                })
+            }
+        };
         let ring = gpu.pinned(RECORDS * RECORD_WORDS)?;
         let arena = Arena {
             matrices: placed.matrices,
@@ -156,14 +195,14 @@ impl Machine {
             buffers,
             normed,
             squares,
-            inverse_rms: gpu.allocate(rows * 4)?,
-            keys: gpu.allocate(kv_bytes)?,
-            values: gpu.allocate(kv_bytes)?,
+            inverse_rms,
+            cache: Cache::new(&gpu, kv_bytes, &config.rope, config.head_dim)?,
             capacity,
-            inverse_frequencies,
-            rope_factor,
+            drafter,
+            draft_scratch: gpu.allocate(DRAFT_SCRATCH_BYTES)?,
             attention_partials: gpu.allocate(partials)?,
-            attention_counters: gpu.allocate(4 * config.n_kv_heads * MAX_WIDTH * config.n_heads)?,
+            attention_counters: gpu
+                .allocate(attentions.iter().map(|(heads, kv, _)| 4 * kv * MAX_WIDTH * heads).max().expect("never empty"))?,
             state: gpu.allocate(std::mem::size_of::<State>())?,
             options: gpu.allocate(std::mem::size_of::<SamplingParams>())?,
             sample_scratch: gpu.allocate(SAMPLE_SCRATCH_BYTES)?,
@@ -194,10 +233,12 @@ impl Machine {
             queued: VecDeque::new(),
             length: 0,
             choice: Choice::Greedy,
+            ngram: options.ngram,
+            lag: 0,
             counters: Counters::default(),
             timings,
         };
-        machine.capture(options)?;
+        machine.capture(&options)?;
         Ok(machine)
     }
 
@@ -209,7 +250,7 @@ impl Machine {
         let passes: Vec<Pass> = self.plans.keys().copied().collect();
         for &pass in &passes {
             self.launcher(pass, last, Choice::Sampled).run()?;
-            self.passes += 1;
+            self.passes += has_record(pass) as u32;
         }
         self.gpu.synchronize()?;
         for pass in passes {
@@ -244,7 +285,9 @@ impl Machine {
 
     fn launcher(&self, pass: Pass, chunks: usize, choice: Choice) -> Launcher<'_> {
         let (plan, norms) = &self.plans[&pass];
-        Launcher { gpu: &self.gpu, kernels: &self.kernels, arena: &self.arena, plan, norms, chunks, choice }
+        // A pass that catches up in the middle of decoding leaves a row for the extend; one behind a prompt chunk does not.
+        let behind = (pass == CATCH_UP) as usize;
+        Launcher { gpu: &self.gpu, kernels: &self.kernels, arena: &self.arena, plan, norms, chunks, choice, ngram: self.ngram, behind }
     }
 
     /// The context bucket of a pass that ends at position `end`; only decode attention has one.
@@ -296,7 +339,19 @@ impl Machine {
                 self.counters.eager += 1;
             }
         }
-        self.passes = self.passes.wrapping_add(1);
+        self.passes = self.passes.wrapping_add(has_record(pass) as u32);
+        Ok(())
+    }
+
+    /// Most rows in the cache when all that was queued has run.
+    fn bound(&self) -> usize {
+        self.length + self.queued.iter().map(|&(_, width)| width).sum::<usize>()
+    }
+
+    /// Brings the drafter's cache to one row behind the target's.
+    fn catch_up(&mut self) -> Result<()> {
+        self.queue(CATCH_UP, self.bound())?;
+        self.lag = 1;
         Ok(())
     }
 
@@ -376,7 +431,7 @@ impl Machine {
         for memory in self.arena.buffers.values() {
             self.gpu.fill(memory.at(0), 0xff, memory.bytes())?;
         }
-        for memory in [&self.arena.keys, &self.arena.values] {
+        for memory in [&self.arena.cache.keys, &self.arena.cache.values] {
             self.gpu.fill(memory.at(0), 0x41, memory.bytes())?;
         }
         self.gpu.synchronize()
@@ -409,8 +464,9 @@ impl Machine {
 
     /// Keys and values of all layers as stored, bf16 bits; waits for the stream.
     pub fn kv(&self) -> Result<(Vec<u16>, Vec<u16>)> {
-        let n = self.arena.keys.bytes() / 2;
-        Ok((self.gpu.download(self.arena.keys.at(0), n)?, self.gpu.download(self.arena.values.at(0), n)?))
+        let cache = &self.arena.cache;
+        let n = cache.keys.bytes() / 2;
+        Ok((self.gpu.download(cache.keys.at(0), n)?, self.gpu.download(cache.values.at(0), n)?))
     }
 
     /// Positions `0 .. n` of `kv`: keys [layer][kv head][n][head_dim], then values [layer][kv head][head_dim][n].
@@ -433,6 +489,42 @@ impl Machine {
     pub fn plan(&self, pass: Pass) -> &Plan {
         &self.plans[&pass].0
     }
+}
+
+/// Passes that move the sequence on write a record; a drafter's do not.
+fn has_record(pass: Pass) -> bool {
+    matches!(pass, Pass::Prefill { .. } | Pass::Verify { .. })
+}
+
+/// Weights that are another weight's tensor: they need no memory of their own.
+fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>) -> Vec<(WeightId, WeightId)> {
+    let id = |role| WeightId::new(role, None);
+    let mut aliases = Vec::new();
+    if config.tied {
+        aliases.push((id(Role::Embed), id(Role::Head)));
+    }
+    if let (Some(drafter), Source::Checkpoint(target)) = (drafter, source) {
+        let same_tensor = |a: Option<&Weight>, b: Option<&Weight>| a.zip(b).is_some_and(|(a, b)| a.parts[0].is(&b.parts[0]));
+        for role in [Role::DraftEmbed, Role::DraftHead] {
+            let own = drafter.weights.find(id(role));
+            let same = [Role::Head, Role::Embed].into_iter().find(|&r| same_tensor(target.find(id(r)), own));
+            aliases.extend(same.map(|r| (id(role), if config.tied { id(Role::Head) } else { id(r) })));
+        }
+    }
+    aliases
+}
+
+/// What the kernels do not do yet is refused by name.
+fn check_drafter(drafter: &DraftModel) -> Result<()> {
+    let s = &drafter.shape;
+    let flag = [(s.norm_before_residual, "norm_before_residual"), (s.fc_norm, "fc_norm"), (s.norm_output, "norm_output")];
+    if let Some((_, name)) = flag.iter().find(|(on, _)| *on) {
+        bail!("drafter {}: {name} runs on the CPU backend only; use --device cpu or --draft none", drafter.name);
+    }
+    if s.head_dim != 64 && s.head_dim != 128 {
+        bail!("drafter {}: head_dim {}: the GPU backend has attention kernels for 64 and 128; use --draft none", drafter.name, s.head_dim);
+    }
+    Ok(())
 }
 
 /// What a step writes; None for steps that choose tokens.
@@ -475,6 +567,14 @@ impl Backend for Machine {
 
     fn begin(&mut self, prompt: &[u32], keep: usize, sampling: &Sampling, limits: &Limits) -> Result<()> {
         self.gpu.synchronize()?;
+        // Rows that the drafter lacks are made from features that the next prefill overwrites.
+        while self.arena.drafter.is_some() {
+            let state = self.gpu.download::<State>(self.arena.state.at(0), 1)?[0];
+            if state.draft_length as usize >= keep.min(state.length as usize) {
+                break;
+            }
+            self.queue(Pass::DraftPrefill { rows: PREFILL_ROWS[1] }, state.length as usize)?;
+        }
         let mut counts = vec![0u32; self.config.vocab];
         prompt.iter().for_each(|&id| counts[id as usize] = IN_PROMPT);
         self.stage(&counts, self.arena.counts.at(0))?;
@@ -512,9 +612,11 @@ impl Backend for Machine {
             rows: 1,
             root: *prompt.last().context("the prompt is empty")? as i32,
             history_length: prompt.len() as i32,
+            draft_length: keep as i32,
             ..State::zeroed()
         };
         self.set_state(&state)?;
+        self.lag = 0;
         self.length = keep;
         let adjusts = sampling.repetition_penalty != 1.0
             || sampling.presence_penalty != 0.0
@@ -538,12 +640,20 @@ impl Backend for Machine {
         self.length += tokens.len();
         self.queue(Pass::Prefill { rows }, self.length)?;
         self.counters.prefill_replays += 1;
+        if self.arena.drafter.is_some() {
+            let rows = rows.max(PREFILL_ROWS[1]); // the narrowest one is CATCH_UP
+            self.queue(Pass::DraftPrefill { rows }, self.length)?;
+        }
         Ok(())
     }
 
     fn verify(&mut self, width: usize) -> Result<()> {
-        let ahead: usize = self.queued.iter().map(|&(_, w)| w).sum();
-        self.queue(Pass::Verify { width }, self.length + ahead + width)?;
+        if self.arena.drafter.is_some() && self.lag + width > CATCH_UP_ROWS {
+            self.catch_up()?;
+        }
+        let end = self.bound() + width;
+        self.queue(Pass::Verify { width }, end)?;
+        self.lag += width;
         self.queued.push_back((self.passes, width));
         self.counters.verify_replays += 1;
         Ok(())
@@ -563,12 +673,23 @@ impl Backend for Machine {
             other => return Err(internal(format!("unknown end {other} in a record"))),
         };
         let (accepted, drafted) = (word(RECORD_ACCEPTED)? as usize, word(RECORD_DRAFTS)? as usize);
+        // The device takes a match as far as there is room; so does the engine.
+        let ngram = if self.ngram && end.is_none() && self.word(pass, RECORD_MATCH)? > 0 { MAX_DRAFTS } else { 0 };
         self.length += n;
-        Ok(Record { accepted, drafted, ngram: 0, tokens, end })
+        Ok(Record { accepted, drafted, ngram, tokens, end })
     }
 
-    fn draft(&mut self, _drafts: usize) -> Result<()> {
-        bail!("no drafter is loaded")
+    fn draft(&mut self, drafts: usize) -> Result<()> {
+        if self.arena.drafter.is_none() {
+            bail!("no drafter is loaded");
+        }
+        if self.lag > MAX_DRAFTS + 1 {
+            self.catch_up()?;
+        }
+        self.queue(Pass::Draft { width: MAX_DRAFTS + 1, drafts }, self.bound() + drafts)?;
+        self.counters.draft_replays += 1;
+        self.lag = 0;
+        Ok(())
     }
 
     fn set_drafts(&mut self, drafts: &[u32]) -> Result<()> {
@@ -586,6 +707,18 @@ impl Backend for Machine {
             let mut times = self.time_verify(width, 0, 9)?;
             times.sort_by(f64::total_cmp);
             costs.verify[width - 1] = times[4];
+        }
+        if self.arena.drafter.is_some() {
+            for drafts in 1..=MAX_DRAFTS {
+                self.begin_timing(1, MAX_DRAFTS + 1)?;
+                let pass = Pass::Draft { width: MAX_DRAFTS + 1, drafts };
+                let graph = self.graphs[&(pass, self.chunks(pass, 2 * MAX_DRAFTS), Choice::Greedy)]
+                    .as_ref()
+                    .context("the graph was not captured")?;
+                let mut times = self.time_replays(graph, 9)?;
+                times.sort_by(f64::total_cmp);
+                costs.draft[drafts - 1] = times[4];
+            }
         }
         Ok(costs)
     }

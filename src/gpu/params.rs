@@ -33,6 +33,17 @@ params! {
         max_id: u64, vocab: i32, stride: i32, n_max: i32, width: i32,
     }
     AdvanceParams: 16 { state: u64, ring: u64 }
+    /// Where the rows of a draft pass stand; device memory.
+    DraftRows: 80 { start: i32, rows: i32, last: i32, one: i32, positions: [i32; 16] }
+    DraftBeginParams: 24 { state: u64, draft: u64, max_rows: i32, behind: i32 }
+    DraftParams: 80 {
+        logits: u64, state: u64, options: u64, scratch: u64, target_ids: u64, max_value: u64, max_id: u64, vocab: i32, stride: i32, row: i32,
+        index: i32, n_drafts: i32, n_max: i32,
+    }
+    NgramParams: 56 { state: u64, options: u64, scratch: u64, history: u64, ring: u64, min_n: i32, max_n: i32, n_drafts: i32, pad: i32 }
+    CopyParams: 56 {
+        from: u64, to: u64, from_start: u64, to_start: u64, n_rows: u64, rows: i32, dim: i32, from_mask: i32, to_mask: i32,
+    }
     LinearPart: 48 { weights: u64, x: u64, squares: u64, inv: u64, k: i32, x_stride: i32, segment_blocks: u16, n_segments: u16, eps: f32 }
     LinearParams: 216 {
         part: [LinearPart; 2], out: u64, bias: u64, residual: u64, tap: u64, next_norm: u64, normed: u64, squares: u64, logits: u64,
@@ -81,6 +92,8 @@ pub const RECORD_COUNT: usize = 0;
 pub const RECORD_ACCEPTED: usize = 1;
 pub const RECORD_REASON: usize = 2;
 pub const RECORD_DRAFTS: usize = 5;
+/// Length of the n-gram match; only with ngram_draft in the pass.
+pub const RECORD_MATCH: usize = 6;
 pub const RECORD_TOKENS: usize = 8;
 
 /// Logits of a row that one block of the sampling kernels handles.
@@ -98,6 +111,9 @@ pub fn attention_chunks(n: usize) -> usize {
         last => 88 + (last - 16384) / 1024 + 1,
     }
 }
+
+/// sizeof(DraftScratch)
+pub const DRAFT_SCRATCH_BYTES: usize = 16;
 
 /// Offset of a field of `State` in bytes, for kernels that read one of its words.
 #[macro_export]

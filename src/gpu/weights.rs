@@ -54,17 +54,18 @@ impl Matrix {
     }
 }
 
-/// The matrices and vectors of one model, and where they will be: known from the plan, before any memory is taken.
+/// The matrices and vectors of the plans, and where they will be: known before any memory is taken.
 pub struct Layout {
     matrices: BTreeMap<WeightId, Matrix>,
     vectors: BTreeMap<WeightId, usize>, // numbers
-    /// The head is the embedding.
-    tied: bool,
+    /// Weights that are another's tensor: a tied head, a drafter that shares its target's embedding. (this one, that one)
+    aliases: Vec<(WeightId, WeightId)>,
 }
 
 impl Layout {
-    pub fn of(plans: &[&Plan], tied: bool) -> Layout {
-        let mut layout = Layout { matrices: BTreeMap::new(), vectors: BTreeMap::new(), tied };
+    /// `vocab` is the rows of embedding tables.
+    pub fn of(plans: &[&Plan], vocab: usize, aliases: Vec<(WeightId, WeightId)>) -> Layout {
+        let mut layout = Layout { matrices: BTreeMap::new(), vectors: BTreeMap::new(), aliases };
         for step in plans.iter().flat_map(|p| &p.steps) {
             match step {
                 Step::Linear(l) => {
@@ -80,21 +81,14 @@ impl Layout {
                 Step::Norm { weight, dim, .. } => {
                     layout.vectors.insert(*weight, *dim);
                 }
-                Step::Embed { .. } | Step::AllReduce { .. } | Step::Select { .. } | Step::Accept { .. } | Step::DraftToken { .. } => {}
-            }
-        }
-        let embed = WeightId::new(Role::Embed, None);
-        for step in plans.iter().flat_map(|p| &p.steps) {
-            if let Step::Embed { table, dim, .. } = step {
-                let vocab = plans.iter().flat_map(|p| &p.steps).find_map(|s| match s {
-                    Step::Accept { vocab, .. } => Some(*vocab),
-                    _ => None,
-                });
-                if !(tied && *table == embed) {
-                    layout.matrices.entry(*table).or_insert_with(|| Matrix::new(vocab.expect("a verify plan is given"), &[*dim], false));
+                Step::Embed { table, dim, .. } => {
+                    layout.matrices.insert(*table, Matrix::new(vocab, &[*dim], false));
                 }
+                Step::AllReduce { .. } | Step::Select { .. } | Step::Accept { .. } | Step::DraftToken { .. } => {}
             }
         }
+        let aliases = &layout.aliases;
+        layout.matrices.retain(|id, _| !aliases.iter().any(|(alias, _)| alias == id));
         layout
     }
 
@@ -124,8 +118,15 @@ pub enum Source<'a> {
 }
 
 impl Layout {
-    /// Takes the memory and fills it. `progress` gets (bytes done, bytes in all).
-    pub fn place(self, gpu: &Gpu, kernels: &Kernels, source: Source, progress: &mut dyn FnMut(usize, usize)) -> Result<Placed> {
+    /// Takes the memory and fills it; weights that `drafter` has come from there. `progress` gets (bytes done, bytes in all).
+    pub fn place(
+        self,
+        gpu: &Gpu,
+        kernels: &Kernels,
+        source: &Source,
+        drafter: Option<&Weights>,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Placed> {
         let memory = gpu.allocate(self.bytes())?;
         let mut offset = 0;
         let mut matrices = self.matrices;
@@ -143,13 +144,15 @@ impl Layout {
         }
         match source {
             Source::Checkpoint(weights) => {
+                // A drafter's roles are its own: each id is in one of the two.
+                let get = |id: WeightId| drafter.and_then(|d| d.find(id)).unwrap_or_else(|| weights.get(id));
                 let mut upload = Upload::new(gpu, kernels, matrices.values().map(Matrix::bytes).sum())?;
                 for (&id, matrix) in &matrices {
-                    upload.matrix(weights.get(id), matrix, progress)?;
+                    upload.matrix(get(id), matrix, progress)?;
                 }
                 upload.finish()?;
                 for (id, &n) in &self.vectors {
-                    let numbers = vector(weights.get(*id), n)?;
+                    let numbers = vector(get(*id), n)?;
                     gpu.upload(&numbers, vectors[id])?;
                     gpu.synchronize()?;
                 }
@@ -171,9 +174,8 @@ impl Layout {
                 gpu.synchronize()?;
             }
         }
-        if self.tied {
-            let head = WeightId::new(Role::Head, None);
-            matrices.insert(WeightId::new(Role::Embed, None), matrices[&head].clone());
+        for (alias, of) in &self.aliases {
+            matrices.insert(*alias, matrices[of].clone());
         }
         Ok(Placed { memory, matrices, vectors })
     }

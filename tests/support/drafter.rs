@@ -1,4 +1,6 @@
 //! `D0`: a random EAGLE-3 drafter for T0 (hidden 64, three tapped layers, 128 of 512 ids), in every variant that tests need.
+//! Each test binary uses a part of this module.
+#![allow(dead_code)]
 use crate::support::{write_json, write_safetensors, TensorData};
 use half::bf16;
 use serde_json::{json, Map, Value};
