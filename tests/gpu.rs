@@ -3,6 +3,7 @@
 //! Without a GPU every test says "skipped". The binary may be carried to a machine without cargo and run in this repository's root
 //! (scripts/gpu_check.sh does); SmolLM2 is looked for in $VOLLEY_MODEL, then where scripts/fetch_smollm2.py puts it. VOLLEY_SHIM=FILE runs the
 //! kernels compiled by scripts/shim.sh instead: slow, for tests of these tests (`gpu tiny`).
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -210,26 +211,34 @@ fn tiny_models_end_with_the_context() {
     let Some(gpu) = gpu() else { return };
     for name in TINY {
         let prompt = token_ids(250, 512);
-        let answer = |drafting: Drafting| {
-            let mut engine = Engine::new(Box::new(open(&gpu, &tiny(name), 256, all_graphs).0), drafting).unwrap();
+        // What the answer is, and which of seven drafts is the first wrong one; no answer: no drafts.
+        let answer = Rc::new(RefCell::new((Vec::<u32>::new(), 0)));
+        let known = answer.clone();
+        let script = move |history: &[u32]| {
+            let (tokens, wrong) = &*known.borrow();
+            if tokens.is_empty() {
+                return Vec::new();
+            }
+            let mut drafts: Vec<u32> = tokens[history.len() - 250..].iter().copied().chain(std::iter::repeat(7)).take(7).collect();
+            drafts.iter_mut().skip(*wrong).take(1).for_each(|draft| *draft = (*draft + 1) % 512);
+            drafts
+        };
+        let machine = open(&gpu, &tiny(name), 256, all_graphs).0;
+        let mut engine = Engine::new(Box::new(machine), Drafting { script: Some(Box::new(script)), ..Drafting::default() }).unwrap();
+        let mut generate = || {
+            engine.clear();
+            engine.reset_statistics();
             let request = Request { prompt: &prompt, sampling: &Sampling::default(), end_ids: &[], max_tokens: None };
             let answer = engine.generate(&request, &mut |_: Event| Flow::Go).unwrap();
-            let accepted = engine.statistics().map_or(0, |s| s.accepted.iter().sum());
-            (answer.tokens, answer.finish, accepted)
+            assert_eq!((answer.tokens.len(), answer.finish), (6, Finish::Context), "{name}");
+            (answer.tokens, engine.statistics().unwrap().accepted.iter().sum::<u64>())
         };
-        let (plain, finish, _) = answer(Drafting::default());
-        assert_eq!((plain.len(), finish), (6, Finish::Context), "{name}");
+        let (plain, accepted) = generate();
+        assert_eq!(accepted, 0);
         for wrong in 0..=7 {
-            let right = plain.clone();
-            let script = move |history: &[u32]| {
-                let mut drafts: Vec<u32> = right[history.len() - 250..].iter().copied().chain(std::iter::repeat(7)).take(7).collect();
-                if let Some(draft) = drafts.get_mut(wrong) {
-                    *draft = (*draft + 1) % 512;
-                }
-                drafts
-            };
-            let (tokens, finish, accepted) = answer(Drafting { script: Some(Box::new(script)), ..Drafting::default() });
-            assert_eq!((&tokens, finish), (&plain, Finish::Context), "{name}, draft {wrong} wrong");
+            answer.replace((plain.clone(), wrong));
+            let (tokens, accepted) = generate();
+            assert_eq!(tokens, plain, "{name}, draft {wrong} wrong");
             assert_eq!(accepted > 0, wrong > 0, "{name}, draft {wrong} wrong: {accepted} accepted");
         }
     }
