@@ -12,8 +12,7 @@ use std::collections::{HashSet, VecDeque};
 
 /// Largest error of a number that a step computes from the same inputs as the reference, relative to the number plus the root mean square of
 /// its row. Rounding to bf16 gives 0.002 for the output, and as much for each normalised input, rotated key and attention weight, added up
-/// like random signs: 0.005 is one deviation. The worst seen on an H200 is 0.02 for the tiny models and 0.06 for SmolLM2, whose hidden states
-/// have outliers; a missing rotation, norm or mask gives more than 0.5.
+/// like random signs: 0.005 is one deviation. The worst seen on an H200 is 0.02 for the tiny models and 0.06 for SmolLM2.
 pub const STEP_BOUND: f32 = 0.1;
 
 /// Where KV chunks change: edges of the first chunks, of chunk sizes, and behind these (attention_chunks).
