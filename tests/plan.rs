@@ -1,0 +1,83 @@
+//! Plans as text, without weights or a GPU: what a pass computes on one rank and on several. `UPDATE=1 cargo test --test plan` rewrites the
+//! listings in tests/data/plans; read the difference before it is committed.
+use std::fs;
+use std::path::Path;
+use volley::model::config::Config;
+use volley::model::plan::{self, Drafter, Pass, Plan, Ranks, Step, Storage};
+
+const BF16: Storage = Storage { weight: 2, kv: 2 };
+
+fn config(shape: &str) -> Config {
+    Config::open(&Path::new("tests/shapes").join(shape)).unwrap()
+}
+
+fn check(name: &str, plan: &Plan) {
+    let path = Path::new("tests/data/plans").join(format!("{name}.txt"));
+    let text = format!("{plan}\n");
+    if std::env::var_os("UPDATE").is_some() {
+        fs::write(&path, &text).unwrap();
+    }
+    let expected = fs::read_to_string(&path).unwrap();
+    assert!(text == expected, "{name} is another plan than {}:\n{text}", path.display());
+}
+
+fn drafter() -> Drafter {
+    Drafter {
+        hidden: 576,
+        target_hidden: 576,
+        taps: vec![2, 15, 27],
+        n_heads: 9,
+        n_kv_heads: 3,
+        head_dim: 64,
+        ffn_dim: 1536,
+        vocab: 16384,
+        norm_eps: 1e-5,
+        qkv_bias: false,
+        qk_norm: false,
+        norm_before_residual: false,
+        norm_before_fc: false,
+        fc_norm: false,
+        norm_output: false,
+    }
+}
+
+#[test]
+fn listings() {
+    let llama = config("llama-3.2-1b");
+    check("llama-3.2-1b_verify_1", &plan::target(&llama, Pass::Verify { width: 1 }, Ranks::ONE, &[]).unwrap());
+    let tapped = plan::target(&llama, Pass::Verify { width: 4 }, Ranks { rank: 3, count: 8 }, &[2, 8, 13]).unwrap();
+    check("llama-3.2-1b_verify_4_rank_3_of_8_tapped", &tapped);
+    check("qwen3-8b_prefill_64", &plan::target(&config("qwen3-8b"), Pass::Prefill { rows: 64 }, Ranks::ONE, &[]).unwrap());
+    check("drafter_3", &plan::drafter(&drafter(), Pass::Draft { width: 8, drafts: 3 }, Ranks::ONE).unwrap());
+    let flags = Drafter { fc_norm: true, norm_before_residual: true, norm_output: true, qk_norm: true, ..drafter() };
+    check("drafter_flags_2", &plan::drafter(&flags, Pass::Draft { width: 8, drafts: 2 }, Ranks::ONE).unwrap());
+}
+
+#[test]
+fn bytes_are_those_of_the_published_shapes() {
+    // reference: all layer weights, final norm and head once, one embedding row (bf16); norms are not counted as steps.
+    for (shape, gb) in [("llama-3.2-1b", 2.4716), ("llama-3.1-8b", 15.0099), ("qwen3-8b", 15.1368), ("qwen3-32b", 63.968), ("smollm2-135m", 0.2690)] {
+        let plan = plan::target(&config(shape), Pass::Verify { width: 1 }, Ranks::ONE, &[]).unwrap();
+        let found = plan.bytes(0, BF16) as f64 / 1e9;
+        assert!((found / gb - 1.0).abs() < 1e-3, "{shape}: {found} GB, expected {gb}");
+        // Every rank's share is an even part, but for what all ranks hold: the embedding row and a padded vocabulary.
+        let eighth = plan::target(&config(shape), Pass::Verify { width: 1 }, Ranks { rank: 0, count: 8 }, &[]);
+        if let Ok(eighth) = eighth {
+            let share = eighth.bytes(0, BF16) as f64 / plan.bytes(0, BF16) as f64;
+            assert!((0.125..0.13).contains(&share), "{shape}: rank 0 of 8 reads {share} of all");
+        }
+    }
+}
+
+#[test]
+fn uneven_splits_name_the_sizes_that_work() {
+    let error = plan::target(&config("smollm2-135m"), Pass::Verify { width: 1 }, Ranks { rank: 0, count: 2 }, &[]).unwrap_err();
+    assert!(error.to_string().contains("num_attention_heads of 9 cannot be split over 2 ranks: use 1, 3 ranks"), "{error}");
+}
+
+#[test]
+fn a_sum_over_ranks_follows_every_partial() {
+    let plan = plan::target(&config("llama-3.1-8b"), Pass::Verify { width: 1 }, Ranks { rank: 0, count: 8 }, &[]).unwrap();
+    let sums = plan.steps.iter().filter(|s| matches!(s, Step::AllReduce { .. })).count();
+    assert_eq!(sums, 2 * 32);
+}
