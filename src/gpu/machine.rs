@@ -399,7 +399,7 @@ impl Machine {
         let end = position + tokens.len();
         if eager {
             self.launcher(pass, self.chunks(pass, end), Choice::Greedy).run()?;
-            self.passes = self.passes.wrapping_add(1);
+            self.passes = self.passes.wrapping_add(has_record(pass) as u32);
         } else {
             self.queue(pass, end)?;
         }
