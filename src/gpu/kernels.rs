@@ -21,7 +21,7 @@ pub struct Kernels {
     embed: Kernel,
     pub norm_rows: Kernel,
     linear: Vec<LinearVariant>,
-    /// For up to 64 rows, and for more.
+    /// For up to 256 rows, and for more.
     linear_prefill: [PrefillVariant; 2],
     /// Two inputs: up to 16 rows, and more.
     linear_two: LinearVariant,
@@ -511,7 +511,7 @@ impl Launcher<'_> {
         (params.next_norm, params.normed, params.squares) = self.prepared(step, out);
         let two = linear.inputs.len() == 2;
         if rows > MAX_WIDTH {
-            let variant = if two { &self.kernels.linear_prefill_two } else { &self.kernels.linear_prefill[(rows > 64) as usize] };
+            let variant = if two { &self.kernels.linear_prefill_two } else { &self.kernels.linear_prefill[(rows > 256) as usize] };
             let grid = (rows.div_ceil(variant.m), matrix.n_tiles.div_ceil(variant.n / 16), 1);
             return self.launch(&variant.kernel, grid, variant.threads, PREFILL_SHARED, &params);
         }
