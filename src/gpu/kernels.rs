@@ -5,7 +5,6 @@
 //! its own and rotates queries before attention; its bits are the same.
 use super::device::{Gpu, Kernel, Launch, Memory, Params};
 use super::params::*;
-use super::weights::Matrix;
 use crate::decode::draft_ngram::{MAX_NGRAM, MIN_NGRAM};
 use crate::decode::MAX_DRAFTS;
 use crate::model::config::Rope;
@@ -100,6 +99,49 @@ impl Kernels {
             fill_random: k("fill_random")?,
             read_ceiling: k("read_ceiling")?,
         })
+    }
+}
+
+/// A re-tiled matrix: [n_tiles][ceil(k / 32)][2][32] 16-byte words for each part of K.
+#[derive(Clone, Debug)]
+pub struct Matrix {
+    pub parts: Vec<Part>,
+    pub n_tiles: usize,
+    /// Rows, gate and up together.
+    pub(super) n: usize,
+    pub(super) gate_up: bool,
+}
+
+/// The columns of one input.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// Device address.
+    pub at: u64,
+    pub(super) column: usize,
+    pub(super) k: usize,
+}
+
+impl Matrix {
+    /// `dims` are the columns of each input.
+    pub(super) fn new(n: usize, dims: &[usize], gate_up: bool) -> Matrix {
+        let n_tiles = if gate_up { (n / 2).div_ceil(8) } else { n.div_ceil(16) };
+        let mut column = 0;
+        let parts = dims
+            .iter()
+            .map(|&k| {
+                column += k;
+                Part { at: 0, column: column - k, k }
+            })
+            .collect();
+        Matrix { parts, n_tiles, n, gate_up }
+    }
+
+    pub(super) fn part_bytes(&self, part: &Part) -> usize {
+        self.n_tiles * part.k.div_ceil(32) * 1024
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.parts.iter().map(|p| self.part_bytes(p)).sum()
     }
 }
 
