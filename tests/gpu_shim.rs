@@ -1,5 +1,10 @@
 //! The GPU backend without a GPU: the same host code, plans, params and kernels, with the kernels compiled by g++ (scripts/shim.sh).
 //! What is compared: logits with the f32 reference, widths, chunks and graphs with each other to the bit, and whole answers.
+#[path = "support/drafter.rs"]
+mod drafter;
+mod support;
+
+use drafter::D0;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::rc::Rc;
@@ -14,6 +19,7 @@ use volley::gpu::shim::Shim;
 use volley::gpu::weights::Source;
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
+use volley::model::draft::DraftModel;
 use volley::model::plan::Pass;
 use volley::model::weights::{claim, Table, Weights};
 
@@ -213,5 +219,75 @@ fn checks_of_doctor_hold_and_can_fail() {
             (held, None) => hold(held),
             (held, Some(step)) => assert!(held.unwrap_err().to_string().contains(&format!(", {step}, row")), "{step}"),
         }
+    }
+}
+
+/// A random drafter for the tiny llama, with heads of a size that the kernels have.
+fn random_drafter(config: &Config, weights: &Weights) -> DraftModel {
+    let dir = tempfile::tempdir().unwrap();
+    let mut d = D0::new();
+    for (name, shape) in [
+        ("fc.weight", &[128, 384][..]),
+        ("lm_head.weight", &[128, 128]),
+        ("midlayer.hidden_norm.weight", &[128]),
+        ("midlayer.input_layernorm.weight", &[128]),
+        ("midlayer.mlp.down_proj.weight", &[128, 256]),
+        ("midlayer.mlp.gate_proj.weight", &[256, 128]),
+        ("midlayer.mlp.up_proj.weight", &[256, 128]),
+        ("midlayer.post_attention_layernorm.weight", &[128]),
+        ("midlayer.self_attn.k_proj.weight", &[128, 256]),
+        ("midlayer.self_attn.o_proj.weight", &[128, 256]),
+        ("midlayer.self_attn.q_proj.weight", &[256, 256]),
+        ("midlayer.self_attn.v_proj.weight", &[128, 256]),
+        ("norm.weight", &[128]),
+    ] {
+        d.random(name, shape);
+    }
+    for (key, n) in [("hidden_size", 128), ("intermediate_size", 256), ("head_dim", 64)] {
+        d.set(key, n);
+    }
+    d.write(dir.path());
+    let model = DraftModel::open(dir.path(), config, weights, None, Read::Mmap).unwrap();
+    model.weights.load(&mut |_, _| {}).unwrap();
+    model
+}
+
+/// `n` tokens after a prompt, in passes of 1 + `drafts` rows: drafts of the drafter, or whatever n-gram search finds. Also
+/// the widest pass.
+fn cycles(m: &mut Machine, sampling: &Sampling, drafts: usize, ngram: bool, n: usize) -> (Vec<u32>, usize) {
+    let tokens = prompt(10);
+    m.begin(&tokens, 0, sampling, &unlimited()).unwrap();
+    m.prefill(&tokens[..9]).unwrap();
+    let (mut all, mut widest, mut width) = (Vec::new(), 1, 1);
+    while all.len() < n {
+        m.verify(width).unwrap();
+        if drafts > 0 {
+            m.draft(drafts).unwrap();
+        }
+        let record = m.record().unwrap();
+        width = 1 + if ngram { record.ngram.min(3) } else { drafts };
+        widest = widest.max(width);
+        all.extend(record.tokens);
+    }
+    all.truncate(n);
+    (all, widest)
+}
+
+#[test]
+fn drafts_change_the_passes_and_not_the_text() {
+    let (config, weights) = model("llama");
+    let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+    let drafter = Some(random_drafter(&config, &weights));
+    let options = Options { context: 200, drafter, ngram: true, require_graphs: false, fail_capture: |_| false };
+    let mut m = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
+    for sampling in [Sampling::default(), Sampling { temperature: 0.8, seed: 5, ..Sampling::default() }] {
+        let (plain, _) = cycles(&mut m, &sampling, 0, false, 12);
+        let (drafted, _) = cycles(&mut m, &sampling, 3, false, 12);
+        assert_eq!(plain, drafted, "{sampling:?}");
+        // A bias that leaves one choice makes a loop, which n-gram search must find.
+        let looping = Sampling { logit_bias: vec![(7, 1000.0)], ..sampling };
+        let (plain, _) = cycles(&mut m, &looping, 0, false, 12);
+        let (matched, widest) = cycles(&mut m, &looping, 0, true, 12);
+        assert_eq!((plain, widest), (matched, 4), "{looping:?}");
     }
 }

@@ -56,7 +56,9 @@ fn listings() {
 #[test]
 fn bytes_are_those_of_the_published_shapes() {
     // reference: all layer weights, final norm and head once, one embedding row (bf16); norms are not counted as steps.
-    for (shape, gb) in [("llama-3.2-1b", 2.4716), ("llama-3.1-8b", 15.0099), ("qwen3-8b", 15.1368), ("qwen3-32b", 63.968), ("smollm2-135m", 0.2690)] {
+    for (shape, gb) in
+        [("llama-3.2-1b", 2.4716), ("llama-3.1-8b", 15.0099), ("qwen3-8b", 15.1368), ("qwen3-32b", 63.968), ("smollm2-135m", 0.2690)]
+    {
         let plan = plan::target(&config(shape), Pass::Verify { width: 1 }, Ranks::ONE, &[]).unwrap();
         let found = plan.bytes(0, BF16) as f64 / 1e9;
         assert!((found / gb - 1.0).abs() < 1e-3, "{shape}: {found} GB, expected {gb}");

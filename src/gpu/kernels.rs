@@ -5,7 +5,6 @@
 //! its own and rotates queries before attention; its bits are the same.
 use super::device::{Gpu, Kernel, Launch, Memory, Params};
 use super::params::*;
-use super::weights::Matrix;
 use crate::decode::draft_ngram::{MAX_NGRAM, MIN_NGRAM};
 use crate::decode::MAX_DRAFTS;
 use crate::model::config::Rope;
@@ -21,7 +20,7 @@ pub struct Kernels {
     embed: Kernel,
     pub norm_rows: Kernel,
     linear: Vec<LinearVariant>,
-    /// For up to 64 rows, and for more.
+    /// For up to 256 rows, and for more.
     linear_prefill: [PrefillVariant; 2],
     /// Two inputs: up to 16 rows, and more.
     linear_two: LinearVariant,
@@ -100,6 +99,49 @@ impl Kernels {
             fill_random: k("fill_random")?,
             read_ceiling: k("read_ceiling")?,
         })
+    }
+}
+
+/// A re-tiled matrix: [n_tiles][ceil(k / 32)][2][32] 16-byte words for each part of K.
+#[derive(Clone, Debug)]
+pub struct Matrix {
+    pub parts: Vec<Part>,
+    pub n_tiles: usize,
+    /// Rows, gate and up together.
+    pub(super) n: usize,
+    pub(super) gate_up: bool,
+}
+
+/// The columns of one input.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// Device address.
+    pub at: u64,
+    pub(super) column: usize,
+    pub(super) k: usize,
+}
+
+impl Matrix {
+    /// `dims` are the columns of each input.
+    pub(super) fn new(n: usize, dims: &[usize], gate_up: bool) -> Matrix {
+        let n_tiles = if gate_up { (n / 2).div_ceil(8) } else { n.div_ceil(16) };
+        let mut column = 0;
+        let parts = dims
+            .iter()
+            .map(|&k| {
+                column += k;
+                Part { at: 0, column: column - k, k }
+            })
+            .collect();
+        Matrix { parts, n_tiles, n, gate_up }
+    }
+
+    pub(super) fn part_bytes(&self, part: &Part) -> usize {
+        self.n_tiles * part.k.div_ceil(32) * 1024
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.parts.iter().map(|p| self.part_bytes(p)).sum()
     }
 }
 
@@ -511,7 +553,7 @@ impl Launcher<'_> {
         (params.next_norm, params.normed, params.squares) = self.prepared(step, out);
         let two = linear.inputs.len() == 2;
         if rows > MAX_WIDTH {
-            let variant = if two { &self.kernels.linear_prefill_two } else { &self.kernels.linear_prefill[(rows > 64) as usize] };
+            let variant = if two { &self.kernels.linear_prefill_two } else { &self.kernels.linear_prefill[(rows > 256) as usize] };
             let grid = (rows.div_ceil(variant.m), matrix.n_tiles.div_ceil(variant.n / 16), 1);
             return self.launch(&variant.kernel, grid, variant.threads, PREFILL_SHARED, &params);
         }

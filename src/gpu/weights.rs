@@ -1,7 +1,7 @@
 //! Weights into GPU memory: read into page-locked buffers while the one before is copied, and re-tiled on the GPU into the order in which
 //! mma.sync wants them (kernels/common.cuh). The plan says which matrices there are and how their columns are divided.
 use super::device::{Event, Gpu, Launch, Memory, Pinned};
-use super::kernels::Kernels;
+use super::kernels::{Kernels, Matrix};
 use super::params::{FillParams, RepackParams, ROWS_GATE, ROWS_PLAIN, ROWS_UP};
 use crate::model::checkpoint::{Dtype, Tensor};
 use crate::model::plan::{Epilogue, Plan, Step};
@@ -10,49 +10,6 @@ use anyhow::{bail, Result};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
-
-/// A re-tiled matrix: [n_tiles][ceil(k / 32)][2][32] 16-byte words for each part of K.
-#[derive(Clone, Debug)]
-pub struct Matrix {
-    pub parts: Vec<Part>,
-    pub n_tiles: usize,
-    /// Rows, gate and up together.
-    n: usize,
-    gate_up: bool,
-}
-
-/// The columns of one input.
-#[derive(Clone, Debug)]
-pub struct Part {
-    /// Device address.
-    pub at: u64,
-    column: usize,
-    k: usize,
-}
-
-impl Matrix {
-    /// `dims` are the columns of each input.
-    fn new(n: usize, dims: &[usize], gate_up: bool) -> Matrix {
-        let n_tiles = if gate_up { (n / 2).div_ceil(8) } else { n.div_ceil(16) };
-        let mut column = 0;
-        let parts = dims
-            .iter()
-            .map(|&k| {
-                column += k;
-                Part { at: 0, column: column - k, k }
-            })
-            .collect();
-        Matrix { parts, n_tiles, n, gate_up }
-    }
-
-    fn part_bytes(&self, part: &Part) -> usize {
-        self.n_tiles * part.k.div_ceil(32) * 1024
-    }
-
-    fn bytes(&self) -> usize {
-        self.parts.iter().map(|p| self.part_bytes(p)).sum()
-    }
-}
 
 /// The matrices and vectors of the plans, and where they will be: known before any memory is taken.
 pub struct Layout {
