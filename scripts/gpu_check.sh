@@ -38,7 +38,7 @@ verdict() { # stage, note: ok when the last command's exit code was 0
   esac
 }
 
-number() { sed -n "s/.*\"$2\":\({\"p50\":\)\?\([0-9.eE-]*\).*/\2/p" <<< "$1"; } # JSON line, key: its number, or the p50 in it
+number() { grep -o "\"$2\":\({\"p50\":\)\?[0-9.eE-]*" <<< "$1" | head -1 | sed 's/.*://'; } # JSON line, key: its number, or the p50 in it
 
 bench() { # stage, most seconds, arguments...: medians by depth, and widths against width 1
   local name=$1 most=$2; shift 2
@@ -62,7 +62,8 @@ if wanted doctor; then
 fi
 if wanted tests; then
   run tests 150 env ${model:+VOLLEY_MODEL="$model"} "$tests" --test-threads 1 --nocapture
-  skipped=$(grep -c '^.*skipped: ' "$logs/tests.log")
+  skipped=$(grep -c 'skipped: ' "$logs/tests.log")
+  grep -q 'skipped: no GPU' "$logs/tests.log" && code=1
   verdict tests "$(grep -o 'test result: [^;]*; [^;]*;' "$logs/tests.log") $skipped skipped"; grep -aE '^test |panicked|^(SmolLM2|8B|llama|qwen)' -A1 "$logs/tests.log" | cut -c1-220
 fi
 if wanted bench; then
