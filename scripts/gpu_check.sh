@@ -74,7 +74,8 @@ fi
 if wanted sanitizer; then
   for tool in memcheck racecheck; do
     if ! command -v compute-sanitizer >/dev/null; then row $tool skipped "no compute-sanitizer"; continue; fi
-    run $tool 75 compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 9 --launch-timeout 60 "$tests" --test-threads 1 tiny_models_compute
+    cases=few_launches; [ $tool = memcheck ] && cases="few_launches tiny_models_compute"
+    run $tool 75 compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 9 --launch-timeout 60 "$tests" --test-threads 1 $cases
     verdict $tool "$(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$logs/$tool.log" | tail -1)"
   done
 fi

@@ -3,13 +3,18 @@
 //! Without a GPU every test says "skipped". The binary may be carried to a machine without cargo and run in this repository's root
 //! (scripts/gpu_check.sh does); SmolLM2 is looked for in $VOLLEY_MODEL, then where scripts/fetch_smollm2.py puts it. VOLLEY_SHIM=FILE runs the
 //! kernels compiled by scripts/shim.sh instead: slow, for tests of these tests (`gpu tiny`).
+#[path = "support/drafter.rs"]
+mod drafter;
+mod support;
+
+use drafter::tiny_llama_drafter;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use volley::cmd::bench::token_ids;
-use volley::cmd::check;
+use volley::cmd::{check, doctor};
 use volley::cpu::Reference;
 use volley::decode::{Counters, Drafting, Engine, Event, Finish, Flow, Request, Sampling};
 use volley::error;
@@ -29,7 +34,6 @@ const MARGIN: f32 = 0.3;
 
 const TINY: [&str; 3] = ["llama", "qwen2", "qwen3"];
 
-/// Also what the sanitizers run: every kernel is in it.
 #[test]
 fn tiny_models_compute_what_the_reference_computes() {
     let Some(gpu) = gpu() else { return };
@@ -40,6 +44,24 @@ fn tiny_models_compute_what_the_reference_computes() {
         hold(name, check::sampling(&mut machine, &ids));
         hold(name, check::drafts(&mut machine, &ids));
     }
+}
+
+/// Every kind of pass and of kernel in few launches, drafter and heads of 128 included: racecheck takes a hundred times as long as the kernels.
+#[test]
+fn few_launches_of_every_kernel() {
+    let Some(gpu) = gpu() else { return };
+    let (config, weights) = model(&tiny("llama"));
+    let drafter = Some(tiny_llama_drafter(&config, &weights));
+    let options = Options { context: 256, drafter, ngram: true, require_graphs: true, fail_capture: all_graphs };
+    let mut machine = Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
+    let ids = token_ids(check::STEP_ROWS, 512);
+    hold("llama", check::steps(&mut machine, &mut Reference::new(config, weights, 256, None, false).unwrap(), &ids));
+    hold("llama", check::speculation(&mut machine, &ids, 4, true));
+    let dir = tempfile::tempdir().unwrap();
+    doctor::SHAPES[2].write(dir.path()).unwrap();
+    let (mut machine, mut reference) = open(&gpu, dir.path(), 256, all_graphs);
+    let ids = token_ids(check::STEP_ROWS, machine.config().vocab);
+    hold("heads of 128", check::steps(&mut machine, &mut reference, &ids));
 }
 
 #[test]

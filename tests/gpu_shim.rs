@@ -4,7 +4,7 @@
 mod drafter;
 mod support;
 
-use drafter::D0;
+use drafter::tiny_llama_drafter;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::rc::Rc;
@@ -19,7 +19,6 @@ use volley::gpu::shim::Shim;
 use volley::gpu::weights::Source;
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
-use volley::model::draft::DraftModel;
 use volley::model::plan::Pass;
 use volley::model::weights::{claim, Table, Weights};
 
@@ -222,36 +221,6 @@ fn checks_of_doctor_hold_and_can_fail() {
     }
 }
 
-/// A random drafter for the tiny llama, with heads of a size that the kernels have.
-fn random_drafter(config: &Config, weights: &Weights) -> DraftModel {
-    let dir = tempfile::tempdir().unwrap();
-    let mut d = D0::new();
-    for (name, shape) in [
-        ("fc.weight", &[128, 384][..]),
-        ("lm_head.weight", &[128, 128]),
-        ("midlayer.hidden_norm.weight", &[128]),
-        ("midlayer.input_layernorm.weight", &[128]),
-        ("midlayer.mlp.down_proj.weight", &[128, 256]),
-        ("midlayer.mlp.gate_proj.weight", &[256, 128]),
-        ("midlayer.mlp.up_proj.weight", &[256, 128]),
-        ("midlayer.post_attention_layernorm.weight", &[128]),
-        ("midlayer.self_attn.k_proj.weight", &[128, 256]),
-        ("midlayer.self_attn.o_proj.weight", &[128, 256]),
-        ("midlayer.self_attn.q_proj.weight", &[256, 256]),
-        ("midlayer.self_attn.v_proj.weight", &[128, 256]),
-        ("norm.weight", &[128]),
-    ] {
-        d.random(name, shape);
-    }
-    for (key, n) in [("hidden_size", 128), ("intermediate_size", 256), ("head_dim", 64)] {
-        d.set(key, n);
-    }
-    d.write(dir.path());
-    let model = DraftModel::open(dir.path(), config, weights, None, Read::Mmap).unwrap();
-    model.weights.load(&mut |_, _| {}).unwrap();
-    model
-}
-
 /// `n` tokens after a prompt, in passes of 1 + `drafts` rows: drafts of the drafter, or whatever n-gram search finds. Also
 /// the widest pass.
 fn cycles(m: &mut Machine, sampling: &Sampling, drafts: usize, ngram: bool, n: usize) -> (Vec<u32>, usize) {
@@ -277,7 +246,7 @@ fn cycles(m: &mut Machine, sampling: &Sampling, drafts: usize, ngram: bool, n: u
 fn drafts_change_the_passes_and_not_the_text() {
     let (config, weights) = model("llama");
     let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
-    let drafter = Some(random_drafter(&config, &weights));
+    let drafter = Some(tiny_llama_drafter(&config, &weights));
     let options = Options { context: 200, drafter, ngram: true, require_graphs: false, fail_capture: |_| false };
     let mut m = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     for sampling in [Sampling::default(), Sampling { temperature: 0.8, seed: 5, ..Sampling::default() }] {

@@ -221,6 +221,41 @@ pub fn drafts(machine: &mut Machine, ids: &[u32]) -> Result<String> {
     Ok(format!("{TOKENS} sampled tokens with drafts wrong at each place: the same as without drafts"))
 }
 
+/// Drafts of the drafter, if there is one, and of n-gram search change nothing about greedy and sampled answers of `n` tokens. The machine was
+/// made with n-gram drafting.
+pub fn speculation(machine: &mut Machine, ids: &[u32], n: usize, drafter: bool) -> Result<String> {
+    let prompt = &ids[..20];
+    let (mut accepted, mut passes) = (0, 0);
+    for temperature in [0.0, 0.8] {
+        let sampling = Sampling { temperature, seed: 3, ..Sampling::default() };
+        let expected = plain(machine, prompt, &sampling, n)?;
+        // None: n-gram search.
+        for drafts in [None, Some(1), Some(3), Some(MAX_DRAFTS)].into_iter().filter(|drafts| drafter || drafts.is_none()) {
+            machine.begin(prompt, 0, &sampling, &unlimited())?;
+            machine.prefill(&prompt[..prompt.len() - 1])?;
+            let (mut tokens, mut width) = (Vec::new(), 1);
+            while tokens.len() < n {
+                machine.verify(width)?;
+                if let Some(drafts) = drafts {
+                    machine.draft(drafts)?;
+                }
+                let record = machine.record()?;
+                width = 1 + drafts.unwrap_or(record.ngram.min(MAX_DRAFTS));
+                (accepted, passes) = (accepted + record.accepted, passes + 1);
+                tokens.extend(record.tokens);
+            }
+            let source = drafts.map_or("n-gram drafts".to_string(), |n| format!("{n} drafts of the drafter"));
+            let same = tokens.iter().zip(&expected).take_while(|(a, b)| a == b).count();
+            let (found, wanted) = (tokens.get(same), expected.get(same));
+            ensure!(same >= n, "{source}, temperature {temperature}: token {same} is {found:?}, without drafts {wanted:?}");
+        }
+    }
+    let sources = if drafter { "the drafter and n-gram search" } else { "n-gram search" };
+    Ok(format!(
+        "{n} tokens, greedy and sampled, with drafts of {sources}: the same as without; {accepted} drafts accepted in {passes} passes"
+    ))
+}
+
 /// `n` tokens without drafts.
 fn plain(machine: &mut Machine, prompt: &[u32], sampling: &Sampling, n: usize) -> Result<Vec<u32>> {
     machine.begin(prompt, 0, sampling, &unlimited())?;

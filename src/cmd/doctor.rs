@@ -2,7 +2,7 @@
 //!
 //! First facts of driver and GPU, then every kernel on small random models whose sizes do not divide evenly (`Shape`), then, if there is one,
 //! the user's model. The checks are in check.rs.
-use super::{bench::token_ids, check, shown_bytes, Device, ModelOptions};
+use super::{bench::token_ids, check, default_draft, shown_bytes, Device, ModelOptions};
 use crate::cpu::Reference;
 use crate::decode::sample::philox;
 use crate::error;
@@ -12,6 +12,7 @@ use crate::gpu::weights::Source;
 use crate::gpu::{self, cuda, fatbins, probe};
 use crate::model::checkpoint::{Checkpoint, Read};
 use crate::model::config::Config;
+use crate::model::draft::DraftModel;
 use crate::model::weights::{claim, Table};
 use anyhow::{bail, Context, Result};
 use half::bf16;
@@ -24,6 +25,9 @@ use std::time::Instant;
 /// Tokens of the context that checks use: across the second edge of KV chunk sizes.
 const CONTEXT: usize = 2400;
 
+/// Tokens of an answer with and without drafts.
+const SPECULATED: usize = 60;
+
 pub fn doctor(options: &ModelOptions) -> Result<u8> {
     if options.device == Device::Cpu {
         bail!("--device cpu: doctor checks a GPU; leave the flag out");
@@ -34,7 +38,7 @@ pub fn doctor(options: &ModelOptions) -> Result<u8> {
     for shape in SHAPES {
         let dir = Scratch::new(shape.name)?;
         shape.write(&dir.0)?;
-        let defaults = ModelOptions { context: None, weights: None, no_mmap: false, ..options.clone() };
+        let defaults = ModelOptions { context: None, weights: None, no_mmap: false, draft: None, ..options.clone() };
         report.model(shape.name, &gpu, &dir.0, &defaults)?;
     }
     let named = options.dir.clone().or_else(|| std::env::var_os("VOLLEY_MODEL").filter(|dir| !dir.is_empty()).map(PathBuf::from));
@@ -82,7 +86,7 @@ impl Report {
     /// All checks of the model in `dir`.
     fn model(&mut self, name: &str, gpu: &Gpu, dir: &Path, options: &ModelOptions) -> Result<()> {
         let start = Instant::now();
-        let (mut machine, mut reference) = open(gpu, dir, options)?;
+        let (mut machine, mut reference, drafter) = open(gpu, dir, options)?;
         let t = machine.timings;
         let (context, vocab) = (options.context.unwrap_or(CONTEXT).min(machine.config().context), machine.config().vocab);
         say(format_args!(
@@ -102,18 +106,19 @@ impl Report {
         self.verdict("widths", || check::widths(&mut machine, &ids))?;
         self.verdict("chunks", || check::chunks(&mut machine, &ids[..ids.len().min(700)]))?;
         self.verdict("sampling", || check::sampling(&mut machine, &ids))?;
-        self.verdict("drafts", || check::drafts(&mut machine, &ids))
+        self.verdict("drafts", || check::drafts(&mut machine, &ids))?;
+        self.verdict("speculation", || check::speculation(&mut machine, &ids, SPECULATED, drafter))
     }
 
     /// A check that fails is counted; a machine that fails ends everything.
     fn verdict(&mut self, name: &str, check: impl FnOnce() -> Result<String>) -> Result<()> {
         self.n_checks += 1;
         match check() {
-            Ok(held) => say(format_args!("ok    {name:9} {held}")),
+            Ok(held) => say(format_args!("ok    {name:11} {held}")),
             Err(e) if error::exit_code(&e) == error::MACHINE => Err(e.context(format!("check of {name}"))),
             Err(e) => {
                 self.n_failed += 1;
-                say(format_args!("FAIL  {name:9} {e:#}"))
+                say(format_args!("FAIL  {name:11} {e:#}"))
             }
         }
     }
@@ -125,17 +130,21 @@ fn say(line: std::fmt::Arguments) -> Result<()> {
     Ok(out.flush()?)
 }
 
-/// The model in `dir` on the GPU and in the reference, with room for the tokens that checks use.
-fn open(gpu: &Gpu, dir: &Path, options: &ModelOptions) -> Result<(Machine, Reference)> {
+/// The model in `dir` on the GPU and in the reference, with room for the tokens that checks use, and whether it has a drafter there.
+fn open(gpu: &Gpu, dir: &Path, options: &ModelOptions) -> Result<(Machine, Reference, bool)> {
     let config = Config::open(dir)?;
     let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
-    let checkpoint = Checkpoint::open(dir, if options.no_mmap { Read::Plain } else { Read::Auto })?;
-    let weights = claim(&table, &config, &checkpoint)?;
+    let read = if options.no_mmap { Read::Plain } else { Read::Auto };
+    let weights = claim(&table, &config, &Checkpoint::open(dir, read)?)?;
     weights.load(&mut |_, _| {})?;
+    let draft = options.draft.clone().unwrap_or_else(|| default_draft(dir, true));
+    let drafter = draft.dir.map(|dir| DraftModel::open(&dir, &config, &weights, None, read)).transpose()?;
+    drafter.iter().try_for_each(|d| d.weights.load(&mut |_, _| {}))?;
+    let has_drafter = drafter.is_some();
     let context = options.context.unwrap_or(CONTEXT).min(config.context);
-    let machine_options = Options { context, drafter: None, ngram: false, require_graphs: options.require_graphs, fail_capture: |_| false };
+    let machine_options = Options { context, drafter, ngram: true, require_graphs: options.require_graphs, fail_capture: |_| false };
     let machine = Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), machine_options, &mut |_, _| {})?;
-    Ok((machine, Reference::new(config, weights, context, None, false)?))
+    Ok((machine, Reference::new(config, weights, context, None, false)?, has_drafter))
 }
 
 /// A small random model. Sizes leave parts of tiles and segments over.

@@ -425,11 +425,11 @@ impl Machine {
         Ok(())
     }
 
-    /// For checks: what a pass should write becomes NaN in activations and logits, and 12.06 in the cache, where rows that are masked out are
-    /// multiplied by zero.
+    /// For checks: what a pass should write becomes NaN in activations and logits, and 12.06 in the cache and in tapped features, where rows
+    /// that are masked out are multiplied by zero.
     pub fn poison(&mut self) -> Result<()> {
-        for memory in self.arena.buffers.values() {
-            self.gpu.fill(memory.at(0), 0xff, memory.bytes())?;
+        for (&name, memory) in &self.arena.buffers {
+            self.gpu.fill(memory.at(0), if name == "features" { 0x41 } else { 0xff }, memory.bytes())?;
         }
         for memory in [&self.arena.cache.keys, &self.arena.cache.values] {
             self.gpu.fill(memory.at(0), 0x41, memory.bytes())?;

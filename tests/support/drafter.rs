@@ -5,6 +5,10 @@ use crate::support::{write_json, write_safetensors, TensorData};
 use half::bf16;
 use serde_json::{json, Map, Value};
 use std::path::Path;
+use volley::model::checkpoint::Read;
+use volley::model::config::Config;
+use volley::model::draft::DraftModel;
+use volley::model::weights::Weights;
 
 pub struct D0 {
     pub config: Map<String, Value>,
@@ -98,4 +102,34 @@ impl D0 {
         write_json(&dir.join("config.json"), &Value::Object(self.config.clone()));
         write_safetensors(&dir.join("model.safetensors"), &self.tensors);
     }
+}
+
+/// A random drafter for the tiny llama, with heads of a size that the kernels have.
+pub fn tiny_llama_drafter(config: &Config, weights: &Weights) -> DraftModel {
+    let dir = tempfile::tempdir().unwrap();
+    let mut d = D0::new();
+    for (name, shape) in [
+        ("fc.weight", &[128, 384][..]),
+        ("lm_head.weight", &[128, 128]),
+        ("midlayer.hidden_norm.weight", &[128]),
+        ("midlayer.input_layernorm.weight", &[128]),
+        ("midlayer.mlp.down_proj.weight", &[128, 256]),
+        ("midlayer.mlp.gate_proj.weight", &[256, 128]),
+        ("midlayer.mlp.up_proj.weight", &[256, 128]),
+        ("midlayer.post_attention_layernorm.weight", &[128]),
+        ("midlayer.self_attn.k_proj.weight", &[128, 256]),
+        ("midlayer.self_attn.o_proj.weight", &[128, 256]),
+        ("midlayer.self_attn.q_proj.weight", &[256, 256]),
+        ("midlayer.self_attn.v_proj.weight", &[128, 256]),
+        ("norm.weight", &[128]),
+    ] {
+        d.random(name, shape);
+    }
+    for (key, n) in [("hidden_size", 128), ("intermediate_size", 256), ("head_dim", 64)] {
+        d.set(key, n);
+    }
+    d.write(dir.path());
+    let model = DraftModel::open(dir.path(), config, weights, None, Read::Mmap).unwrap();
+    model.weights.load(&mut |_, _| {}).unwrap();
+    model
 }
