@@ -291,10 +291,10 @@ impl Engine {
             }
             let time = now - last;
             last = now;
-            answer.passes.push(PassTime { tokens: record.tokens.len(), time });
             if let Some(speculation) = &mut speculation {
-                speculation.observe(&pass, &record, time);
+                speculation.observe(&pass, &record, (!answer.passes.is_empty()).then_some(time));
             }
+            answer.passes.push(PassTime { tokens: record.tokens.len(), time });
             let before = answer.tokens.len();
             answer.tokens.extend_from_slice(&record.tokens);
             if let Flow::Stop { keep } = on_event(Event::Tokens(&record.tokens)) {

@@ -180,14 +180,17 @@ impl Speculation {
         }
     }
 
-    /// What a pass did. `time` is from record to record: the draft pass before it, if any, and the pass.
-    pub fn observe(&mut self, pass: &Pass, record: &Record, time: Duration) {
-        let ms = time.as_secs_f64() * 1e3;
+    /// What a pass did. `time` is from record to record: the draft pass before it, if any, and the pass. None for the first pass of an
+    /// answer, which also waited for the prompt.
+    pub fn observe(&mut self, pass: &Pass, record: &Record, time: Option<Duration>) {
         self.matched = record.ngram > 0;
         self.statistics.observe(pass, record);
-        let (draft, verify) = (self.costs.drafting(pass.drafted), self.costs.verify[pass.drafts]);
-        self.statistics.draft_ms += ms * draft / (draft + verify);
-        self.statistics.verify_ms += ms * verify / (draft + verify);
+        let ms = time.map(|t| t.as_secs_f64() * 1e3);
+        if let Some(ms) = ms {
+            let (draft, verify) = (self.costs.drafting(pass.drafted), self.costs.verify[pass.drafts]);
+            self.statistics.draft_ms += ms * draft / (draft + verify);
+            self.statistics.verify_ms += ms * verify / (draft + verify);
+        }
         self.seen[0] += 1;
         if pass.source == Source::Eagle {
             self.seen[1] += 1;
@@ -203,7 +206,9 @@ impl Speculation {
                 false => policy.rest(record.tokens.len()),
             }
         }
-        self.costs.observe(pass.drafted, pass.drafts, ms);
+        if let Some(ms) = ms {
+            self.costs.observe(pass.drafted, pass.drafts, ms);
+        }
     }
 
     /// Once, when the drafter's drafts have hardly ever been right: a setting is wrong, not the luck.
