@@ -441,7 +441,9 @@ impl Reference {
         }
         let (cache, group) = (&*cache, a.n_heads / a.n_kv_heads);
         let out = self.buffers.get_mut(plan.buffer(a.out).name).expect("buffers of a plan exist");
-        out[..rows * a.n_heads * dim].par_chunks_exact_mut(dim).enumerate().for_each(|(i, out)| {
+        // Short contexts are done before another thread has woken.
+        let heads_a_task = (1 << 17) / ((position + rows) * dim * 2) + 1;
+        out[..rows * a.n_heads * dim].par_chunks_exact_mut(dim).enumerate().with_min_len(heads_a_task).for_each(|(i, out)| {
             let (r, head) = (i / a.n_heads, i % a.n_heads);
             let q = &qkv[r * width + head * dim..][..dim];
             let at = cache.at(a.layer, head / group);
