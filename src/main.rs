@@ -1,11 +1,10 @@
 //! Arguments -> command -> exit code. The only place that prints errors: one line on stderr.
 use std::process::ExitCode;
 use volley::cmd::{signal, tell};
-use volley::{cli, cpu, error};
+use volley::{cli, error};
 
 fn main() -> ExitCode {
     signal::install();
-    cpu::compute_on_this_thread();
     std::panic::set_hook(Box::new(|panic| {
         tell(format_args!("error: internal: {}; please report this", panic.to_string().replace('\n', " ")));
         signal::leave(error::INTERNAL);

@@ -149,6 +149,7 @@ impl Model {
     fn load_from(dir: &Path, options: &ModelOptions, tokens: Option<usize>) -> Result<Model> {
         let start = Instant::now();
         let verbose = options.verbose > 0;
+        cpu::compute_on_this_thread();
         // Before anything is read: a machine that cannot run it says so at once.
         let gpu = match options.device {
             Device::Cpu => Err("it was asked for".to_string()),
