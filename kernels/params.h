@@ -235,13 +235,10 @@ struct ReadParams {
 static_assert(sizeof(ReadParams) == 24, "twin in Rust");
 
 // ---- attention.cu ----
-#ifndef FINE_END
-#define FINE_END 1024
-#endif
 enum {
   kAttentionStep = 64,            // positions whose scores share one maximum before they are folded
   kAttentionWideBegin = 16384,    // chunks are 256 wide below, 1024 from here
-  kAttentionFineEnd = FINE_END,       // decode passes that end by here may give each block a step instead of a chunk
+  kAttentionFineEnd = 1024,       // decode passes that end by here may give each block a step instead of a chunk
   kAttentionMaxRows = 16          // of a decode or verify pass
 };
 // The chunks of the KV cache: the chunk of a position, and the first position of a chunk. Absolute, so that bits depend on the position alone.

@@ -2,6 +2,10 @@
 //!
 //! Golden data: tests/data/tiny (scripts/make_tiny.py; random weights, logits and hidden states of every position) and tests/data/golden
 //! (scripts/make_golden.py; SmolLM2, greedy continuations and top-5 logits). Each feature has a negative control: dropping it must show.
+#[path = "support/smollm2.rs"]
+mod smollm2;
+
+use smollm2::{data, smollm2};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use volley::cpu::Reference;
@@ -263,21 +267,6 @@ impl SmolGolden {
         }
         goldens
     }
-}
-
-fn data(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
-}
-
-/// The directory of SmolLM2, or a line that says why the test is skipped (past the capture of cargo test, so that CI can count it).
-fn smollm2() -> Option<PathBuf> {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/smollm2-135m-instruct");
-    if dir.join("MANIFEST.json").exists() {
-        return Some(dir);
-    }
-    use std::io::Write;
-    let _ = writeln!(std::io::stderr(), "skipped: no {}; scripts/fetch_smollm2.py fetches it", dir.display());
-    None
 }
 
 /// The checkpoint in `dir` with a config that may differ from its own: claimed by its own, computed by the given one.

@@ -7,12 +7,14 @@
 mod binary;
 #[path = "support/drafter.rs"]
 mod drafter;
+#[path = "support/smollm2.rs"]
+mod smollm2;
 mod support;
 
 use drafter::{draft_ids, D0};
+use smollm2::{data, smollm2};
 use std::cell::RefCell;
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::rc::Rc;
 use std::time::Duration;
 use support::T0;
@@ -823,20 +825,6 @@ fn reference(config: Config, weights: Weights, drafter: Option<DraftModel>, ngra
         drafter.weights.load(&mut |_, _| {}).unwrap();
     }
     Reference::new(config, weights, context, drafter, ngram).unwrap()
-}
-
-fn data(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
-}
-
-/// The directory of SmolLM2, or a line that says why the test is skipped (past the capture of cargo test, so that CI can count it).
-fn smollm2() -> Option<PathBuf> {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/smollm2-135m-instruct");
-    if dir.join("MANIFEST.json").exists() {
-        return Some(dir);
-    }
-    let _ = writeln!(std::io::stderr(), "skipped: no {}; scripts/fetch_smollm2.py fetches it", dir.display());
-    None
 }
 
 fn smollm2_reference(dir: &Path, change: impl Fn(&mut DraftModel)) -> Reference {

@@ -103,7 +103,7 @@ pub const SAMPLE_SCRATCH_BYTES: usize = 16 * (8 + 8 + 4) + 16 * 80 + 16 * 1024 *
 /// Bit of a token's count that says it is in the prompt.
 pub const IN_PROMPT: u32 = 1 << 31;
 
-/// Chunks of the KV cache that hold positions 0 .. n: twin of attention_chunk_of.
+/// Blocks a KV head that attention is launched with for positions 0 .. n: never fewer than attention_blocks of kernels/params.h asks for.
 pub fn attention_chunks(n: usize) -> usize {
     match n.saturating_sub(1) {
         last @ 0..2048 => last / 64 + 1,
@@ -121,4 +121,22 @@ macro_rules! state_offset {
     ($field:ident) => {
         std::mem::offset_of!($crate::gpu::params::State, $field)
     };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::attention_chunks;
+
+    #[test]
+    fn attention_has_the_blocks_that_its_kernel_asks_for() {
+        // attention_blocks of kernels/params.h.
+        let needed = |n: usize| {
+            let (steps, last) = (n.min(1024).div_ceil(64), n - 1);
+            steps.max(if last < 16384 { last / 256 } else { 64 + (last - 16384) / 1024 } + 1)
+        };
+        for n in 1..200_000 {
+            assert!(attention_chunks(n) >= needed(n), "{n} positions");
+            assert!(attention_chunks(n) <= attention_chunks(n + 1), "{n} positions");
+        }
+    }
 }
