@@ -137,7 +137,12 @@ impl Matrix {
     }
 
     pub(super) fn part_bytes(&self, part: &Part) -> usize {
-        self.n_tiles * part.k.div_ceil(32) * 1024
+        self.n_tiles * Matrix::tile_bytes(part.k)
+    }
+
+    /// A tile of 16 rows.
+    pub(super) fn tile_bytes(k: usize) -> usize {
+        k.div_ceil(32) * 1024
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -245,7 +250,7 @@ pub fn norms(plan: &Plan) -> Norms {
     let mut writer: BTreeMap<BufferId, usize> = BTreeMap::new();
     for (i, step) in plan.steps.iter().enumerate() {
         match step {
-            Step::Embed { out, .. } => {
+            Step::Embed { out, .. } | Step::AllReduce { x: out, .. } => {
                 writer.insert(*out, i);
             }
             Step::Linear(l) => {
@@ -266,7 +271,7 @@ pub fn norms(plan: &Plan) -> Norms {
                     Epilogue::SiluMul { .. } | Epilogue::Partial { .. } | Epilogue::Logits { .. } => {}
                 }
             }
-            Step::AllReduce { x: out, .. } | Step::Norm { out, .. } | Step::Select { out, .. } => {
+            Step::Norm { out, .. } | Step::Select { out, .. } => {
                 writer.remove(out);
             }
             Step::Attention(_) | Step::Accept { .. } | Step::DraftToken { .. } => {}
@@ -391,7 +396,7 @@ impl Launcher<'_> {
             Step::Embed { table, tokens, out, dim } => self.embed(i, *table, *tokens, *out, *dim),
             Step::Linear(linear) => self.linear(i, linear),
             Step::Attention(attention) => self.attention(attention),
-            Step::Accept { logits, vocab } => self.accept(*logits, *vocab),
+            Step::Accept { logits, vocab, first_id } => self.accept(*logits, *vocab, *first_id),
             Step::Select { x, out, dim } => {
                 let params = CopyParams {
                     from: self.arena.buffer(self.plan, *x),
@@ -614,7 +619,7 @@ impl Launcher<'_> {
         self.launch(&kernel.2, (self.chunks, a.n_kv_heads, (rows * group).div_ceil(columns)), 256, 0, &params)
     }
 
-    fn accept(&self, logits: BufferId, vocab: usize) -> Result<()> {
+    fn accept(&self, logits: BufferId, vocab: usize, _first_id: usize) -> Result<()> {
         let arena = self.arena;
         let head = &arena.matrices[&WeightId::new(Role::Head, None)];
         let params = SampleParams {

@@ -5,13 +5,14 @@
 use super::device::{Gpu, Graph, Pinned};
 use super::kernels::{attention_partial_floats, linear_blocks, norms, Arena, Cache, Choice, DraftArena, Kernels, Launcher, Norms};
 use super::params::*;
-use super::weights::{Layout, Source};
+use super::weights::{Alias, Layout, Source};
 use crate::decode::policy::Costs;
 use crate::decode::{Backend, Counters, End, Limits, Record, Sampling, StepTime, MAX_DRAFTS};
 use crate::error::{internal, machine};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
-use crate::model::plan::{self, BufferId, BufferKind, Epilogue, Pass, Plan, Ranks, Step, Storage, FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS};
+use crate::model::plan::{self, BufferId, BufferKind, Epilogue, Pass, Plan, Ranks, Shard, Step};
+use crate::model::plan::{Storage, FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS};
 use crate::model::weights::{Role, Weight, WeightId};
 use anyhow::{bail, Context, Result};
 use bytemuck::Zeroable;
@@ -116,7 +117,7 @@ impl Machine {
         let draft_plan = plans.get(&Pass::Draft { width: MAX_DRAFTS + 1, drafts: MAX_DRAFTS }).map(|(plan, _)| plan);
         let draft_kv_bytes = draft_plan.map_or(0, |p| p.kv.n_layers * p.kv.n_kv_heads * p.kv.head_dim * capacity * 2);
         let laid_out: Vec<&Plan> = std::iter::once(verify).chain(draft_plan).collect();
-        let layout = Layout::of(&laid_out, config.vocab, aliases(&config, &source, drafter.as_ref()));
+        let layout = Layout::of(&laid_out, config.vocab, aliases(&config, &source, drafter.as_ref(), ranks)?);
 
         let rows = PREFILL_ROWS[PREFILL_ROWS.len() - 1];
         let mut buffer_bytes: BTreeMap<&'static str, usize> = BTreeMap::new();
@@ -164,7 +165,7 @@ impl Machine {
 
         let kernels = Kernels::load(&gpu)?;
         let start = Instant::now();
-        let placed = layout.place(&gpu, &kernels, &source, drafter.as_ref().map(|d| &d.weights), progress)?;
+        let placed = layout.place(&gpu, &kernels, &source, drafter.as_ref().map(|d| &d.weights), ranks, progress)?;
         timings.weights_ms = start.elapsed().as_secs_f64() * 1e3;
         let mut buffers = BTreeMap::new();
         for (name, bytes) in buffer_bytes {
@@ -496,22 +497,23 @@ fn has_record(pass: Pass) -> bool {
     matches!(pass, Pass::Prefill { .. } | Pass::Verify { .. })
 }
 
-/// Weights that are another weight's tensor: they need no memory of their own.
-fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>) -> Vec<(WeightId, WeightId)> {
+/// Weights that are another weight's tensor, or rows of it: they need no memory of their own.
+fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>, ranks: Ranks) -> Result<Vec<Alias>> {
     let id = |role| WeightId::new(role, None);
     let mut aliases = Vec::new();
     if config.tied {
-        aliases.push((id(Role::Embed), id(Role::Head)));
+        aliases.push(Alias { id: id(Role::Head), of: id(Role::Embed), first_row: Shard::of(config, ranks)?.first_id });
     }
     if let (Some(drafter), Source::Checkpoint(target)) = (drafter, source) {
         let same_tensor = |a: Option<&Weight>, b: Option<&Weight>| a.zip(b).is_some_and(|(a, b)| a.parts[0].is(&b.parts[0]));
+        // The drafter is whole on every rank; of several ranks, none has the whole head.
+        let whole: &[Role] = if ranks.count == 1 && !config.tied { &[Role::Embed, Role::Head] } else { &[Role::Embed] };
         for role in [Role::DraftEmbed, Role::DraftHead] {
-            let own = drafter.weights.find(id(role));
-            let same = [Role::Head, Role::Embed].into_iter().find(|&r| same_tensor(target.find(id(r)), own));
-            aliases.extend(same.map(|r| (id(role), if config.tied { id(Role::Head) } else { id(r) })));
+            let same = whole.iter().find(|&&r| same_tensor(target.find(id(r)), drafter.weights.find(id(role))));
+            aliases.extend(same.map(|&r| Alias { id: id(role), of: id(r), first_row: 0 }));
         }
     }
-    aliases
+    Ok(aliases)
 }
 
 /// What the kernels do not do yet is refused by name.

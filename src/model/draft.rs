@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
+#[derive(Clone)]
 pub struct DraftModel {
     /// As the user named it, for messages.
     pub name: String,

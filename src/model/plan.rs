@@ -7,7 +7,7 @@
 //! What surprises: norms are not steps. A linear layer multiplies its input by the norm weight on the way in and its sums by the row's
 //! 1/rms on the way out, so that no step waits for another just to normalise.
 use super::config::Config;
-use super::weights::{Role, WeightId};
+use super::weights::{vocab_rows, Role, WeightId};
 use anyhow::{bail, Result};
 use std::fmt;
 
@@ -177,11 +177,12 @@ pub enum Step {
     },
     Linear(Linear),
     Attention(Attention),
-    /// x += sum of `partial` over ranks in rank order, f32, rounded once; optionally tapped.
+    /// x += sum of `partial` over ranks in rank order (+ bias), f32, rounded once; optionally tapped. All ranks then hold the same x.
     AllReduce {
         partial: BufferId,
         x: BufferId,
         dim: usize,
+        bias: Option<WeightId>,
         tap: Option<Tap>,
     },
     /// out = RMSNorm(x) * weight. Only drafters need it on its own (`norm_before_residual`, `norm_output`).
@@ -192,9 +193,11 @@ pub enum Step {
         dim: usize,
     },
     /// Every row sampled, drafts accepted while they equal the sample, end conditions tested, length and history advanced.
+    /// Column i of `logits` is token `first_id + i`; all ranks together have `vocab` tokens and choose the same.
     Accept {
         logits: BufferId,
         vocab: usize,
+        first_id: usize,
     },
     /// out (one row) = the row of x that belongs to the last accepted token.
     Select {
@@ -290,7 +293,9 @@ pub struct Shard {
     pub n_heads: usize,
     pub n_kv_heads: usize,
     pub ffn_dim: usize,
+    /// Tokens `first_id .. first_id + vocab`: whole tiles of 16, so that the last rank may have fewer.
     pub vocab: usize,
+    pub first_id: usize,
 }
 
 impl Shard {
@@ -307,11 +312,15 @@ impl Shard {
         if n > config.n_kv_heads && n % config.n_kv_heads != 0 {
             bail!("{} KV heads cannot be shared evenly by {n} ranks", config.n_kv_heads);
         }
+        let Some(tokens) = vocab_rows(config.vocab, ranks.rank, n) else {
+            bail!("vocab_size of {} cannot be split over {n} ranks: each takes a multiple of 16 tokens", config.vocab);
+        };
         Ok(Shard {
             n_heads: even("num_attention_heads", config.n_heads)?,
             n_kv_heads: if n > config.n_kv_heads { 1 } else { even("num_key_value_heads", config.n_kv_heads)? },
             ffn_dim: even("intermediate_size", config.ffn_dim)?,
-            vocab: config.vocab.div_ceil(n),
+            vocab: tokens.len(),
+            first_id: tokens.start,
         })
     }
 }
@@ -401,7 +410,7 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
             n: shard.vocab,
             epilogue: Epilogue::Logits { out: logits },
         }));
-        p.steps.push(Step::Accept { logits, vocab: config.vocab });
+        p.steps.push(Step::Accept { logits, vocab: config.vocab, first_id: shard.first_id });
     }
     let kv = KvLayout { n_layers: config.n_layers, n_kv_heads: shard.n_kv_heads, head_dim: config.head_dim };
     Ok(Plan { pass, ranks, buffers: p.buffers, kv, steps: p.steps, norm_eps: config.norm_eps })
@@ -563,9 +572,11 @@ impl Builder {
         let Epilogue::Residual { x, tap } = linear.epilogue.clone() else { unreachable!("called with Residual only") };
         let n = linear.n;
         if let Some(partial) = partial {
+            // A bias is added once, after the sum.
+            let bias = linear.bias.take();
             linear.epilogue = Epilogue::Partial { out: partial };
             self.steps.push(Step::Linear(linear));
-            self.steps.push(Step::AllReduce { partial, x, dim: n, tap });
+            self.steps.push(Step::AllReduce { partial, x, dim: n, bias, tap });
         } else {
             self.steps.push(Step::Linear(linear));
         }
@@ -612,9 +623,12 @@ impl fmt::Display for Plan {
                     name(a.qkv),
                     name(a.out)
                 ),
-                Step::AllReduce { partial, x, tap, .. } => format!("{} +-> {}{}", name(*partial), name(*x), shown_tap(tap)),
+                Step::AllReduce { partial, x, bias, tap, .. } => {
+                    let bias = if bias.is_some() { " + bias" } else { "" };
+                    format!("{}{bias} +-> {}{}", name(*partial), name(*x), shown_tap(tap))
+                }
                 Step::Norm { x, out, .. } | Step::Select { x, out, .. } => format!("{} -> {}", name(*x), name(*out)),
-                Step::Accept { logits, vocab } | Step::DraftToken { logits, vocab, .. } => format!("{} of {vocab}", name(*logits)),
+                Step::Accept { logits, vocab, .. } | Step::DraftToken { logits, vocab, .. } => format!("{} of {vocab}", name(*logits)),
             };
             writeln!(f, "  {:24} {what}  {} B", step.name(), step.bytes(self.rows(), 0, storage))?;
         }
