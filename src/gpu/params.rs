@@ -28,9 +28,9 @@ params! {
         seed: u64, top_p: u64, temperature: f32, min_z: f32, top_k: i32, repetition_penalty: f32, presence_penalty: f32,
         frequency_penalty: f32, has_bias: i32, min_tokens: i32, max_tokens: i32, context: i32, n_eos: i32, pad: i32, eos: [i32; 16],
     }
-    SampleParams: 104 {
+    SampleParams: 120 {
         logits: u64, state: u64, options: u64, scratch: u64, list: u64, counts: u64, bias: u64, history: u64, ring: u64, max_value: u64,
-        max_id: u64, vocab: i32, stride: i32, n_max: i32, width: i32,
+        max_id: u64, vocab: i32, stride: i32, n_max: i32, width: i32, first_id: i32, n_tokens: i32, ranks: i32, round: i32,
     }
     AdvanceParams: 16 { state: u64, ring: u64 }
     /// Where the rows of a draft pass stand; device memory.
@@ -99,7 +99,16 @@ pub const RECORD_TOKENS: usize = 8;
 /// Logits of a row that one block of the sampling kernels handles.
 pub const SAMPLE_SLICE: usize = 4032;
 /// sizeof(SampleScratch)
-pub const SAMPLE_SCRATCH_BYTES: usize = 16 * (8 + 8 + 4) + 16 * 80 + 16 * 1024 * 12;
+pub const SAMPLE_SCRATCH_BYTES: usize = SAMPLE_DIGITS_AT + 16 * SAMPLE_DIGIT_WORDS * 8 + 16 * 48;
+/// Where ranks exchange what they found, in bytes from its start: one word a row, so many words a row.
+pub const SAMPLE_BEST_AT: usize = 0;
+pub const SAMPLE_CHOSEN_AT: usize = 16 * 8;
+pub const SAMPLE_BINS_AT: usize = 16 * (8 + 8 + 4) + 16 * 80;
+pub const SAMPLE_BIN_WORDS: usize = 1024 * 12 / 8;
+pub const SAMPLE_DIGITS_AT: usize = SAMPLE_BINS_AT + 16 * SAMPLE_BIN_WORDS * 8;
+pub const SAMPLE_DIGIT_WORDS: usize = 256 * 12 / 8;
+/// sample_narrow of a pass with filters on several ranks.
+pub const SAMPLE_ROUNDS: usize = 14;
 /// Bit of a token's count that says it is in the prompt.
 pub const IN_PROMPT: u32 = 1 << 31;
 
