@@ -13,7 +13,9 @@ mod stats;
 use crate::cpu;
 use crate::decode::{Backend, Drafting, Engine, Sampling};
 use crate::error;
-use crate::gpu::{self, machine, weights::Source};
+pub use crate::gpu::comm::Algorithm;
+use crate::gpu::ranks::{Conductor, Setup};
+use crate::gpu::{self, comm, machine, weights::Source};
 use crate::model::checkpoint::{Checkpoint, Dtype, Read};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
@@ -61,8 +63,17 @@ pub struct ModelOptions {
     pub draft: Option<Draft>,
     /// Drafts a cycle; None lets the policy choose.
     pub draft_tokens: Option<usize>,
-    /// Which GPU.
-    pub gpu: usize,
+    /// Which GPUs; empty: as many as there are ranks for.
+    pub gpus: Vec<usize>,
+    /// Tensor-parallel ranks; None: one for each place on the GPUs.
+    pub tp: Option<usize>,
+    pub ranks_per_gpu: usize,
+    /// None: what is fastest at start.
+    pub collective: Option<Algorithm>,
+    /// The NCCL library; None: where the system finds it.
+    pub nccl: Option<PathBuf>,
+    /// An error instead of a slower way where GPUs do not reach each other's memory.
+    pub require_p2p: bool,
     /// An error instead of a warning when a graph is not captured.
     pub require_graphs: bool,
     /// Weights from a hash, config.json alone: for bench.
@@ -151,10 +162,13 @@ impl Model {
         let verbose = options.verbose > 0;
         cpu::compute_on_this_thread();
         // Before anything is read: a machine that cannot run it says so at once.
+        let gpus = rank_gpus(options)?;
+        let ranks = Ranks { rank: 0, count: gpus.len() };
         let gpu = match options.device {
+            Device::Cpu if ranks.count > 1 => bail!("--device cpu: {} ranks are asked for, the CPU backend is one", ranks.count),
             Device::Cpu => Err("it was asked for".to_string()),
-            Device::Cuda => Ok(gpu::open(options.gpu)?),
-            Device::Auto => gpu::open(options.gpu).map_err(|e| format!("{e:#}")),
+            Device::Auto if ranks.count == 1 => gpu::open(gpus[0]).map_err(|e| format!("{e:#}")),
+            Device::Auto | Device::Cuda => Ok(gpu::open(gpus[0])?),
         };
         let config = Config::open(dir)?;
         let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
@@ -176,9 +190,9 @@ impl Model {
             None => Dtype::Bf16,
         };
 
-        let decode = plan::target(&config, Pass::Verify { width: 1 }, Ranks::ONE, &[])?;
+        let decode = plan::target(&config, Pass::Verify { width: 1 }, ranks, &[])?;
         let (storage, most_kv) = match &gpu {
-            Ok(gpu) => (machine::STORAGE, gpu.memory()?.1 as u64 / 8),
+            Ok(gpu) => (machine::STORAGE, gpu.memory()?.1 as u64 / 8 / options.ranks_per_gpu as u64),
             Err(_) => (Storage { weight: dtype.bytes(), ..cpu::STORAGE }, DEFAULT_KV_BYTES),
         };
         let row_bytes = (decode.kv.n_layers * decode.kv.row_dim() * storage.kv) as u64;
@@ -194,6 +208,10 @@ impl Model {
                     gpu::fatbins::BUILT_WITH
                 )),
                 Err(why) => tell(format_args!("device: cpu, since {why}")),
+            }
+            if ranks.count > 1 {
+                let places: Vec<String> = gpus.iter().enumerate().map(|(rank, gpu)| format!("{rank} on GPU {gpu}")).collect();
+                tell(format_args!("ranks: {}", places.join(", ")));
             }
             tell(format_args!("model: {} ({}), {stored}", dir.display(), config.arch));
             tell(format_args!("rope: {}", config.rope));
@@ -223,11 +241,23 @@ impl Model {
                     require_graphs: options.require_graphs,
                     fail_capture: |_| false,
                 };
-                let mut progress = Progress::new();
-                let made =
-                    machine::Machine::new(gpu, config.clone(), source, machine_options, &mut |done, total| progress.show(done, total))?;
+                let mut bar = Progress::new();
+                let mut progress = |done, total| bar.show(done, total);
+                let (made, timings): (Box<dyn Backend>, _) = if ranks.count > 1 {
+                    let conductor =
+                        Conductor::new(setup(options, gpus, config.clone(), weights.clone(), machine_options), gpu, &mut progress)?;
+                    if let (Some(link), true) = (conductor.first().link(), verbose) {
+                        tell(format_args!("{link}"));
+                    }
+                    let timings = conductor.first().timings;
+                    (Box::new(conductor), timings)
+                } else {
+                    let machine = machine::Machine::new(gpu, config.clone(), source, machine_options, &mut progress)?;
+                    let timings = machine.timings;
+                    (Box::new(machine), timings)
+                };
                 if verbose {
-                    let t = made.timings;
+                    let t = timings;
                     tell(format_args!(
                         "GPU memory: weights {}, KV cache {}, work {}; weights in {:.0} ms, {} graphs in {:.0} ms",
                         shown_bytes(t.weight_bytes as u64),
@@ -238,7 +268,7 @@ impl Model {
                         t.capture_ms
                     ));
                 }
-                Box::new(made)
+                made
             }
             Err(_) => {
                 let Some(weights) = weights else { bail!("--random: random weights are made on a GPU; use --device cuda") };
@@ -269,6 +299,34 @@ impl Model {
     pub fn shows_stats(&self) -> bool {
         self.verbose > 0 || io::stderr().is_terminal()
     }
+}
+
+/// The GPU of each rank, neighbours in the PCI tree next to each other.
+fn rank_gpus(options: &ModelOptions) -> Result<Vec<usize>> {
+    let (per_gpu, asked) = (options.ranks_per_gpu, &options.gpus);
+    let gpus = match asked.is_empty() {
+        true => (0..options.tp.unwrap_or(per_gpu).div_ceil(per_gpu)).collect(),
+        false => asked.clone(),
+    };
+    if let Some(twice) = gpus.iter().enumerate().find(|(i, gpu)| gpus[..*i].contains(gpu)) {
+        bail!("--gpus: GPU {} is there twice; --ranks-per-gpu puts several ranks on one", twice.1);
+    }
+    let count = gpus.len() * per_gpu;
+    if let Some(tp) = options.tp.filter(|tp| *tp != count) {
+        bail!("--tp {tp}: expected {count}, which is {per_gpu} on each of {} GPUs; --gpus and --ranks-per-gpu set both", gpus.len());
+    }
+    if count > comm::MAX_RANKS {
+        bail!("{count} ranks: at most {} are supported", comm::MAX_RANKS);
+    }
+    let gpus = if gpus.len() > 1 { gpu::in_tree_order(gpus)? } else { gpus };
+    Ok(gpus.into_iter().flat_map(|gpu| vec![gpu; per_gpu]).collect())
+}
+
+/// What all ranks are made of.
+fn setup(options: &ModelOptions, gpus: Vec<usize>, config: Config, weights: Option<Weights>, machine: machine::Options) -> Setup {
+    let comm = comm::Options { algorithm: options.collective, nccl: options.nccl.clone(), require_p2p: options.require_p2p };
+    let places = gpus.clone();
+    Setup { gpus, open: Box::new(move |rank| gpu::open(places[rank])), comm, config, weights, options: machine }
 }
 
 fn model_dir(options: &ModelOptions) -> Result<PathBuf> {

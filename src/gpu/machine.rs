@@ -1,7 +1,9 @@
-//! The CUDA backend: everything allocated and captured at start, then one graph replay per pass.
+//! The CUDA backend: everything allocated and captured at start, then one graph replay per pass. Of several ranks each is a Machine, with a Link to
+//! the others; all get the same calls in the same order (ranks.rs), hold the same State, and choose the same tokens.
 //!
 //! The sequence lives in device memory (params.rs, State); the host queues passes and reads their records from a ring in pinned memory. What
 //! a pass launches is kernels.rs; weights come from weights.rs.
+use super::comm::Link;
 use super::device::{Gpu, Graph, Pinned};
 use super::kernels::{attention_partial_floats, linear_blocks, norms, Arena, Cache, Choice, DraftArena, Kernels, Launcher, Norms};
 use super::params::*;
@@ -17,6 +19,7 @@ use crate::model::weights::{Role, Weight, WeightId};
 use anyhow::{bail, Context, Result};
 use bytemuck::Zeroable;
 use half::bf16;
+use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
@@ -35,6 +38,7 @@ const STATE_BYTES: usize = std::mem::size_of::<State>();
 /// A pass that gives no record for this long has hung.
 const PATIENCE: Duration = Duration::from_secs(20);
 
+#[derive(Clone)]
 pub struct Options {
     pub context: usize,
     pub drafter: Option<DraftModel>,
@@ -58,6 +62,8 @@ pub struct Machine {
     ring: Pinned<u64>,
     staging: Pinned<u8>,
     row_counts: Pinned<i32>,
+    ranks: Ranks,
+    link: Option<Link>,
     gpu: Gpu,
     /// Context buckets in KV chunks, ascending; the last covers the capacity.
     buckets: Vec<usize>,
@@ -88,8 +94,21 @@ pub struct StartTimings {
 }
 
 impl Machine {
-    pub fn new(gpu: Gpu, config: Config, source: Source, mut options: Options, progress: &mut dyn FnMut(usize, usize)) -> Result<Machine> {
-        let ranks = Ranks::ONE;
+    /// One rank.
+    pub fn new(gpu: Gpu, config: Config, source: Source, options: Options, progress: &mut dyn FnMut(usize, usize)) -> Result<Machine> {
+        Machine::of_rank(gpu, None, config, source, options, progress)
+    }
+
+    /// One of several ranks: as many threads build theirs at the same time.
+    pub fn of_rank(
+        gpu: Gpu,
+        link: Option<Link>,
+        config: Config,
+        source: Source,
+        mut options: Options,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Machine> {
+        let ranks = link.as_ref().map_or(Ranks::ONE, Link::ranks);
         let drafter = options.drafter.take();
         let taps = drafter.as_ref().map_or(&[][..], |d| &d.shape.taps);
         let passes = WIDTHS.map(|width| Pass::Verify { width }).into_iter().chain(PREFILL_ROWS.map(|rows| Pass::Prefill { rows }));
@@ -101,7 +120,7 @@ impl Machine {
             let prefill = PREFILL_ROWS.map(|rows| Pass::DraftPrefill { rows });
             let draft = (1..=MAX_DRAFTS).map(|drafts| Pass::Draft { width: MAX_DRAFTS + 1, drafts });
             for pass in prefill.into_iter().chain(draft) {
-                plans.insert(pass, plan::drafter(&d.shape, pass, ranks)?);
+                plans.insert(pass, plan::drafter(&d.shape, pass, Ranks::ONE)?); // whole on every rank
             }
             check_drafter(d)?;
         }
@@ -109,6 +128,10 @@ impl Machine {
             plans.into_iter().map(|(pass, plan)| (pass, (norms(&plan), plan))).map(|(pass, (n, p))| (pass, (p, n))).collect();
         if config.head_dim != 64 && config.head_dim != 128 {
             bail!("head_dim {}: the GPU backend has attention kernels for 64 and 128; use --device cpu", config.head_dim);
+        }
+        let shard = Shard::of(&config, ranks)?;
+        if shard.ffn_dim % 8 != 0 {
+            bail!("intermediate_size of {} over {} ranks: the GPU backend needs a multiple of 8 on each", config.ffn_dim, ranks.count);
         }
         let capacity = (options.context + 2 * MAX_WIDTH).next_multiple_of(1024);
         let kv = plans[&Pass::Verify { width: 1 }].0.kv;
@@ -140,7 +163,7 @@ impl Machine {
         }
         let normed_bytes: usize = normed_dims.values().map(|dim| rows * (2 * dim + dim / 4)).sum();
         let chunks = attention_chunks(capacity);
-        let mut attentions = vec![(config.n_heads, config.n_kv_heads, config.head_dim)];
+        let mut attentions = vec![(shard.n_heads, shard.n_kv_heads, config.head_dim)];
         attentions.extend(drafter.as_ref().map(|d| (d.shape.n_heads, d.shape.n_kv_heads, d.shape.head_dim)));
         let partials =
             attentions.iter().flat_map(|&(heads, kv, dim)| WIDTHS.map(|w| 4 * attention_partial_floats(w, heads, kv, dim, chunks)));
@@ -152,8 +175,11 @@ impl Machine {
             + SAMPLE_SCRATCH_BYTES
             + config.vocab * (MAX_WIDTH * 8 + 8)
             + 4 * capacity;
-        let needed = layout.bytes() + 2 * kv_bytes + other + (128 << 20);
+        // Ranks that share a GPU look before any of them takes memory.
+        let sharing = link.as_ref().map_or(1, Link::sharing);
+        let needed = sharing * (layout.bytes() + 2 * kv_bytes + other + (128 << 20));
         let (free, total) = gpu.memory()?;
+        link.iter().try_for_each(Link::barrier)?;
         if needed > free {
             let gb = |n: usize| n as f64 / 1e9;
             return Err(machine(format!(
@@ -207,7 +233,7 @@ impl Machine {
             state: gpu.allocate(std::mem::size_of::<State>())?,
             options: gpu.allocate(std::mem::size_of::<SamplingParams>())?,
             sample_scratch: gpu.allocate(SAMPLE_SCRATCH_BYTES)?,
-            sample_list: gpu.allocate(MAX_WIDTH * config.vocab * 8)?,
+            sample_list: gpu.allocate(MAX_WIDTH * shard.vocab * 8)?,
             max_value: gpu.allocate(4 * MAX_WIDTH * linear_blocks(usize::MAX, gpu.info().n_sms))?,
             max_id: gpu.allocate(4 * MAX_WIDTH * linear_blocks(usize::MAX, gpu.info().n_sms))?,
             counts: gpu.allocate(4 * config.vocab)?,
@@ -227,6 +253,8 @@ impl Machine {
             ring,
             staging: gpu.pinned((4 * capacity).max(4 * config.vocab).max(1024))?,
             row_counts: gpu.pinned(4)?,
+            ranks,
+            link,
             gpu,
             config,
             buckets,
@@ -239,25 +267,42 @@ impl Machine {
             counters: Counters::default(),
             timings,
         };
-        machine.capture(&options)?;
+        machine.capture(&options).context("capture")?;
         Ok(machine)
+    }
+
+    /// The kinds of choice that verify passes have graphs for.
+    fn choices(&self) -> &'static [Choice] {
+        match self.ranks.count {
+            1 => &[Choice::Greedy, Choice::Sampled],
+            _ => &[Choice::Greedy, Choice::Sampled, Choice::Filtered],
+        }
+    }
+
+    /// Waits for the other ranks. A rank that allocates, as captures do, may have to wait for kernels of its GPU, and a collective waits for all
+    /// ranks: where one allocates, nothing runs.
+    fn meet(&self) -> Result<()> {
+        self.link.iter().try_for_each(Link::barrier)
     }
 
     /// Every graph, after one eager run of every pass: first launches load code and must not fall into a capture.
     fn capture(&mut self, options: &Options) -> Result<()> {
         let start = Instant::now();
+        let choices = self.choices();
+        self.meet()?;
         self.set_state(&State { done: 1, rows: 1, ..State::zeroed() })?;
         let last = *self.buckets.last().expect("never empty");
         let passes: Vec<Pass> = self.plans.keys().copied().collect();
         for &pass in &passes {
-            self.launcher(pass, last, Choice::Sampled).run()?;
+            self.launcher(pass, last, *choices.last().expect("never empty")).run()?;
             self.passes += has_record(pass) as u32;
         }
         self.gpu.synchronize()?;
+        self.meet()?;
         for pass in passes {
             // Only decode attention has a grid that depends on the context.
             let decode = self.plans[&pass].0.rows() <= MAX_WIDTH;
-            let choices: &[Choice] = if let Pass::Verify { .. } = pass { &[Choice::Greedy, Choice::Sampled] } else { &[Choice::Greedy] };
+            let choices = if let Pass::Verify { .. } = pass { choices } else { &[Choice::Greedy] };
             let buckets = if decode { self.buckets.clone() } else { vec![last] };
             for (chunks, &choice) in buckets.into_iter().flat_map(|b| choices.iter().map(move |c| (b, c))) {
                 let launcher = self.launcher(pass, chunks, choice);
@@ -279,6 +324,7 @@ impl Machine {
                 self.graphs.insert((pass, chunks, choice), graph);
             }
         }
+        self.meet()?;
         self.timings.capture_ms = start.elapsed().as_secs_f64() * 1e3;
         self.timings.n_graphs = self.graphs.len();
         Ok(())
@@ -288,7 +334,19 @@ impl Machine {
         let (plan, norms) = &self.plans[&pass];
         // A pass that catches up in the middle of decoding leaves a row for the extend; one behind a prompt chunk does not.
         let behind = (pass == CATCH_UP) as usize;
-        Launcher { gpu: &self.gpu, kernels: &self.kernels, arena: &self.arena, plan, norms, chunks, choice, ngram: self.ngram, behind }
+        Launcher {
+            gpu: &self.gpu,
+            kernels: &self.kernels,
+            arena: &self.arena,
+            plan,
+            norms,
+            link: self.link.as_ref(),
+            full_edge: Cell::new(false),
+            chunks,
+            choice,
+            ngram: self.ngram,
+            behind,
+        }
     }
 
     /// The context bucket of a pass that ends at position `end`; only decode attention has one.
@@ -380,6 +438,9 @@ impl Machine {
                 return Ok(value as u32);
             }
             let waited = start.elapsed();
+            if let Some(link) = &self.link {
+                link.check()?;
+            }
             if waited > PATIENCE {
                 self.gpu.synchronize()?;
                 return Err(machine(format!("{} gave no result of pass {pass} in {} s", self.gpu.info().name, PATIENCE.as_secs())));
@@ -458,9 +519,20 @@ impl Machine {
         self.set_state(&state)
     }
 
-    /// Logits of the first `rows` rows of the last verify pass, [rows, vocab]; waits for it.
+    /// For checks: logits of the first `rows` rows of the last verify pass, [rows, vocab], from all ranks; waits for it.
     pub fn logits(&self, rows: usize) -> Result<Vec<f32>> {
-        self.gpu.download(self.arena.buffers["logits"].at(0), rows * self.config.vocab)
+        let columns = Shard::of(&self.config, self.ranks)?.vocab;
+        let own: Vec<f32> = self.gpu.download(self.arena.buffers["logits"].at(0), rows * columns)?;
+        let Some(link) = &self.link else { return Ok(own) };
+        let ranks = link.gather(own.iter().map(|x| x.to_bits().into()).collect())?;
+        let mut all = Vec::with_capacity(rows * self.config.vocab);
+        for row in 0..rows {
+            for rank in &ranks {
+                let columns = rank.len() / rows;
+                all.extend(rank[row * columns..][..columns].iter().map(|&bits| f32::from_bits(bits as u32)));
+            }
+        }
+        Ok(all)
     }
 
     /// Keys and values of all layers as stored, bf16 bits; waits for the stream.
@@ -481,6 +553,19 @@ impl Machine {
 
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    pub fn ranks(&self) -> Ranks {
+        self.ranks
+    }
+
+    pub fn link(&self) -> Option<&Link> {
+        self.link.as_ref()
+    }
+
+    /// Passes with a record so far: says in errors how far a rank has come.
+    pub fn passes(&self) -> u32 {
+        self.passes
     }
 
     pub fn gpu(&self) -> &Gpu {
@@ -545,8 +630,9 @@ fn output(step: &Step) -> Option<BufferId> {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // Nothing may be running when memory goes; an error was reported where it happened.
+        // Nothing may be running when memory goes, on no rank that reaches it; an error was reported where it happened.
         let _ = self.gpu.synchronize();
+        let _ = self.meet();
     }
 }
 
@@ -625,7 +711,13 @@ impl Backend for Machine {
             || sampling.frequency_penalty != 0.0
             || sampling.min_tokens > 0
             || !sampling.logit_bias.is_empty();
-        self.choice = if sampling.temperature == 0.0 && !adjusts { Choice::Greedy } else { Choice::Sampled };
+        let filters =
+            sampling.temperature != 0.0 && (options.top_k > 0 && (options.top_k as usize) < self.config.vocab || sampling.top_p < 1.0);
+        self.choice = match self.choices() {
+            _ if sampling.temperature == 0.0 && !adjusts => Choice::Greedy,
+            [.., Choice::Filtered] if filters => Choice::Filtered,
+            _ => Choice::Sampled,
+        };
         self.queued.clear();
         Ok(())
     }
@@ -739,8 +831,11 @@ impl Backend for Machine {
         let pass = Pass::Verify { width: 1 };
         let launcher = self.launcher(pass, self.chunks(pass, depth + 1), Choice::Greedy);
         let median = |skip: Option<&str>| -> Result<f64> {
+            self.meet()?;
             let graph = self.gpu.capture(|| launcher.run_without(skip))?;
+            self.meet()?;
             let mut times = self.time_replays(&graph, RUNS)?;
+            self.meet()?; // before the graph goes
             times.sort_by(f64::total_cmp);
             Ok(times[RUNS / 2])
         };
