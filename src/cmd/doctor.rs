@@ -32,7 +32,7 @@ pub fn doctor(options: &ModelOptions) -> Result<u8> {
     if options.device == Device::Cpu {
         bail!("--device cpu: doctor checks a GPU; leave the flag out");
     }
-    let gpu = gpu::open(options.gpu)?;
+    let gpu = gpu::open(super::rank_gpus(options)?[0])?;
     let mut report = Report { n_checks: 0, n_failed: 0 };
     facts(&gpu)?;
     for shape in SHAPES {
