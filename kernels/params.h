@@ -365,3 +365,57 @@ struct CopyParams {
   int to_mask;
 };
 static_assert(sizeof(CopyParams) == 56, "twin in Rust");
+
+// ---- comm.cu ----
+// What a collective knows of its ranks. What a window is: comm_protocol.h.
+struct CommRecord { int rank, peer, phase, step; unsigned epoch, channel; int pad[2]; };   // who waited for whom, in which phase (COMM_PHASE_*) of which step
+static_assert(sizeof(CommRecord) == 32, "twin in Rust");
+enum CommFault : int { kFaultNone = 0, kFaultDrop = 1, kFaultZero = 2, kFaultFlip = 3, kFaultStall = 4 };
+struct CommRanks {
+  unsigned char* window[8];   // [rank], as this GPU reaches them
+  unsigned* poison;           // pinned host memory: 0, or COMM_POISON_*
+  CommRecord* record;         // pinned host memory, valid with COMM_POISON_TIMEOUT
+  int rank;
+  int ranks;
+  unsigned patience_us;       // waiting longer for one thing is an error
+  int step;                   // the host's name for this launch
+  int fault;                  // CommFault of what this rank sends to fault_peer (of what it loads from it, pull); *_faulty kernels only
+  int fault_peer;
+};
+static_assert(sizeof(CommRanks) == 104, "twin in Rust");
+// all_reduce_*: x = bf16(x + (sum of all ranks' partials, in order of ranks, + bias)), and what the next norm needs of it.
+struct AllReduceParams {
+  CommRanks comm;
+  const bf16* partial;        // [rows][dim] of this rank; all_reduce_local: [comm.ranks][rows][dim]
+  bf16* x;                    // [rows][dim]
+  const bf16* bias;           // [dim] or null
+  bf16* tap;                  // [rows][tap_stride] or null: a second copy of x
+  const bf16* next_norm;      // [dim] or null, normed [rows][dim], squares [rows][dim / 16]: as in LinearParams
+  bf16* normed;
+  float* squares;
+  const int* n_rows;          // rows in use, on the device, the same on all ranks, or null: `rows`
+  int rows;
+  int dim;                    // multiple of 16, at least 16 columns a block (all_reduce_two_shot: a block and rank)
+  int tap_stride;
+  int pad;
+};
+static_assert(sizeof(AllReduceParams) == 184, "twin in Rust");
+// exchange: words[i] becomes the maximum or the sum over all ranks' words[i].
+enum ExchangeOp : int { kExchangeMax = 0, kExchangeSum = 1 };
+struct ExchangeParams {
+  CommRanks comm;
+  unsigned long long* words;  // [n]
+  int n;
+  int op;                     // ExchangeOp
+};
+static_assert(sizeof(ExchangeParams) == 120, "twin in Rust");
+// peer_store, peer_load: word i of a pattern is {i, seed, i ^ seed, ~i}. peer_ping: a word goes to and fro between two ranks.
+struct PeerParams {
+  CommRanks comm;             // peer_ping: a pair of ranks, 0 and 1
+  uint4* at;                  // [n], in any window
+  unsigned long long n;
+  unsigned long long* result; // pinned: words that were wrong (added to), or nanoseconds of all rounds
+  unsigned seed;
+  int rounds;
+};
+static_assert(sizeof(PeerParams) == 136, "twin in Rust");

@@ -68,7 +68,55 @@ params! {
         qkv: u64, out: u64, k_cache: u64, v_cache: u64, q_norm: u64, k_norm: u64, inv_freq: u64, partials: u64, counters: u64, length: u64,
         rows: u64, n_heads: i32, n_kv_heads: i32, capacity: i32, max_rows: i32, scale: f32, rope_factor: f32, norm_eps: f32, pad: i32,
     }
+    /// What a rank waited for when it gave up; pinned host memory.
+    CommRecord: 32 { rank: i32, peer: i32, phase: i32, step: i32, epoch: u32, channel: u32, pad: [i32; 2] }
+    CommRanks: 104 {
+        window: [u64; 8], poison: u64, record: u64, rank: i32, ranks: i32, patience_us: u32, step: i32, fault: i32, fault_peer: i32,
+    }
+    AllReduceParams: 184 {
+        comm: CommRanks, partial: u64, x: u64, bias: u64, tap: u64, next_norm: u64, normed: u64, squares: u64, n_rows: u64, rows: i32,
+        dim: i32, tap_stride: i32, pad: i32,
+    }
+    ExchangeParams: 120 { comm: CommRanks, words: u64, n: i32, op: i32 }
+    PeerParams: 136 { comm: CommRanks, at: u64, n: u64, result: u64, seed: u32, rounds: i32 }
 }
+
+/// The number behind `NAME =` in kernels/comm_protocol.h.
+const fn protocol(name: &str) -> usize {
+    let (text, name) = (include_str!("../../kernels/comm_protocol.h").as_bytes(), name.as_bytes());
+    let mut start = 0; // of a line
+    loop {
+        let mut i = 0;
+        while i < name.len() && text[start + i] == name[i] {
+            i += 1;
+        }
+        if i == name.len() && text[start + i] == b' ' {
+            let (mut at, mut value) = (start + i + 3, 0); // behind " = "
+            while text[at] >= b'0' && text[at] <= b'9' {
+                value = 10 * value + (text[at] - b'0') as usize;
+                at += 1;
+            }
+            return value;
+        }
+        while text[start] != b'\n' {
+            start += 1; // past the end of the text: no such name, and no program
+        }
+        start += 1;
+    }
+}
+
+macro_rules! protocol_constants {
+    ($($name:ident)*) => { $(pub const $name: usize = protocol(stringify!($name));)* };
+}
+
+protocol_constants! {
+    COMM_MAX_RANKS COMM_CHANNELS COMM_BUFFERS COMM_SLOT_BYTES COMM_LINE_BYTES COMM_AFTER_WRAP COMM_CHANNEL_BYTES COMM_WINDOW_BYTES
+    COMM_POISON_TIMEOUT COMM_POISON_HOST COMM_PHASE_PUSH COMM_PHASE_REDUCE COMM_PHASE_GATHER COMM_PHASE_FLAG COMM_PHASE_WORDS
+    COMM_PHASE_PING
+}
+
+pub const EXCHANGE_MAX: i32 = 0;
+pub const EXCHANGE_SUM: i32 = 1;
 
 pub const EPILOGUE_STORE: i32 = 0;
 pub const EPILOGUE_RESIDUAL: i32 = 1;
