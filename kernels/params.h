@@ -78,17 +78,19 @@ struct alignas(16) SampleSearch {
   unsigned long long last_kept, kept_mass;
   int phase, pad;
 };
-// All zero before the first pass; every pass leaves it so (except `cut`, `digits` and `search`, which it overwrites).
+// All zero before the first pass; every pass leaves it so (except `in_use`, `open`, `cut`, `digits` and `search`, which it overwrites).
 struct alignas(16) SampleScratch {
   unsigned long long best[SAMPLE_ROWS];      // key of the largest logit, where options change logits
   unsigned long long chosen[SAMPLE_ROWS];    // key of the largest logit with noise
   unsigned n_listed[SAMPLE_ROWS];
+  int in_use[SAMPLE_ROWS];                   // several ranks: rows of this pass, and rows whose cuts are still looked for; what is exchanged for others is not worth a wait
+  int open[SAMPLE_ROWS];
   SampleCut cut[SAMPLE_ROWS];
   SampleBins bins[SAMPLE_ROWS];
   SampleDigits digits[SAMPLE_ROWS];
   SampleSearch search[SAMPLE_ROWS];
 };
-static_assert(sizeof(SampleScratch) == 16 * (8 + 8 + 4) + 16 * 80 + 16 * 1024 * 12 + 16 * 256 * 12 + 16 * 48, "SampleScratch");
+static_assert(sizeof(SampleScratch) == 16 * (8 + 8 + 4 + 4 + 4) + 16 * 80 + 16 * 1024 * 12 + 16 * 256 * 12 + 16 * 48, "SampleScratch");
 
 // For the sample_* kernels, 256 threads each. Grids, b being any number of blocks >= ceil(vocab / SAMPLE_SLICE): sample_adjust, sample_count, sample_choose
 // (b, width); sample_narrow, sample_settle (1, width); sample_accept (1).
@@ -405,10 +407,13 @@ enum ExchangeOp : int { kExchangeMax = 0, kExchangeSum = 1 };
 struct ExchangeParams {
   CommRanks comm;
   unsigned long long* words;  // [n]
+  const int* wanted;          // [n_wanted], the same on all ranks: if all are 0 nothing is exchanged. Null: always
   int n;
   int op;                     // ExchangeOp
+  int n_wanted;
+  int pad;
 };
-static_assert(sizeof(ExchangeParams) == 120, "twin in Rust");
+static_assert(sizeof(ExchangeParams) == 136, "twin in Rust");
 // peer_store, peer_load: word i of a pattern is {i, seed, i ^ seed, ~i}. peer_ping: a word goes to and fro between two ranks.
 struct PeerParams {
   CommRanks comm;             // peer_ping: a pair of ranks, 0 and 1

@@ -15,7 +15,7 @@
 //   sample_settle   top-k, top-p: the ids near the cuts
 //   sample_accept   always: acceptance, ends, State, the record
 // Several ranks, each with the logits of a part of the tokens: what a kernel found of a row is exchanged before the next one reads it, so that all ranks
-// choose the same. `best` and `chosen` (maxima), bins and digits (sums) go over the link, logits never. sample_adjust then always runs, and sample_narrow, once
+// choose the same. `best` and `chosen` (maxima), bins and digits (sums) go over the link, logits never, and no digits once all cuts are found. sample_adjust then always runs, and sample_narrow, once
 // a digit, finds the cuts among listed ids that lie on all ranks. With x for an exchange:
 //   adjust x best, count x bins, choose, SAMPLE_ROUNDS times narrow x digits, settle x chosen, accept
 // A kernel whose options are off returns at once, so that the chain of all five is right for every request; a graph made for a kind of request leaves out
@@ -310,7 +310,9 @@ KERNEL(sample_adjust, SampleParams, kThreads) {
   if (!adjusts(o)) {
     if (p.ranks == 1 || blockIdx.x != 0) return;
     const State s = load_state(p);
-    if (!row_in_use(p, s, blockIdx.y)) return;
+    const bool used = row_in_use(p, s, blockIdx.y);
+    if (threadIdx.x == 0) p.scratch->in_use[blockIdx.y] = used;
+    if (!used) return;
     const u64 best = block_max(head_max(p.max_value, p.max_id, p.n_max, blockIdx.y, threadIdx.x, kThreads, p.first_id), warp_word);
     if (threadIdx.x == 0) p.scratch->best[blockIdx.y] = best;
     return;
@@ -320,7 +322,9 @@ KERNEL(sample_adjust, SampleParams, kThreads) {
   const Share share(p);
   const Logits x = load_share(p, share);
   const State s = load_state(p);
-  if (!row_in_use(p, s, row)) return;
+  const bool used = row_in_use(p, s, row);
+  if (p.ranks > 1 && blockIdx.x == 0 && tid == 0) p.scratch->in_use[row] = used;
+  if (!used) return;
   const bool penalised = o.repetition_penalty != 1 || o.presence_penalty != 0 || o.frequency_penalty != 0;
   const bool too_early = s.n_output + row < o.min_tokens;
   if (tid == 0) n_drafts = n_eos = 0;                           // the row's own drafts count as said
@@ -479,7 +483,10 @@ KERNEL(sample_narrow, SampleParams, kThreads, 2) {
   __shared__ Digits digits;
   const int tid = threadIdx.x, row = blockIdx.y;
   const State s = load_state(p);
-  if (!row_in_use(p, s, row)) return;
+  if (!row_in_use(p, s, row)) {
+    if (tid == 0) p.scratch->open[row] = 0;
+    return;
+  }
   digits.weight[tid] = 0;
   digits.count[tid] = 0;
   narrow(p, o, row, narrowing);
@@ -491,7 +498,10 @@ KERNEL(sample_narrow, SampleParams, kThreads, 2) {
   __syncthreads();
   p.scratch->digits[row].mass[tid] = digits.weight[tid];
   p.scratch->digits[row].count[tid] = digits.count[tid];
-  if (tid == 0) p.scratch->search[row] = search;
+  if (tid == 0) {
+    p.scratch->search[row] = search;
+    p.scratch->open[row] = search.phase != kSettled;
+  }
 }
 
 KERNEL(sample_settle, SampleParams, kThreads, 2) {

@@ -440,11 +440,11 @@ struct Collective(Option<Algorithm>);
 impl FromStr for Collective {
     type Err = String;
     fn from_str(word: &str) -> Result<Collective, String> {
-        let named = Algorithm::ALL.into_iter().find(|algorithm| algorithm.name() == word);
+        let named = Algorithm::NAMES.into_iter().find(|(name, _)| *name == word);
         match (word, named) {
             ("auto", _) => Ok(Collective(None)),
-            (_, Some(algorithm)) => Ok(Collective(Some(algorithm))),
-            _ => Err(format!("expected auto or one of {}", Algorithm::ALL.map(|algorithm| algorithm.name()).join(", "))),
+            (_, Some((_, algorithm))) => Ok(Collective(Some(algorithm))),
+            _ => Err(format!("expected auto or one of {}", Algorithm::NAMES.map(|(name, _)| name).join(", "))),
         }
     }
 }

@@ -124,8 +124,14 @@ fn shim() -> Gpu {
 fn conductor(dir: &Path, count: usize) -> Conductor {
     let (config, weights) = open(dir);
     let options = Options { context: 200, drafter: None, ngram: true, require_graphs: true, fail_capture: |_| false };
-    let setup =
-        Setup { gpus: vec![0; count], open: Box::new(|_| Ok(shim())), comm: Default::default(), config, weights: Some(weights), options };
+    let setup = Setup {
+        gpus: vec![0; count],
+        open: Box::new(|_| Ok(shim())),
+        collectives: Default::default(),
+        config,
+        weights: Some(weights),
+        options,
+    };
     Conductor::new(setup, shim(), &mut |_, _| {}).unwrap()
 }
 

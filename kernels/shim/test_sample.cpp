@@ -152,7 +152,8 @@ struct Sequence {
     const auto each = [&](const char* kernel, bool wide, int round = 0) {
       for (Rank& k : all) { k.p.round = round; run(kernel, dim3(wide ? k.blocks : 1, width), 256, k.p); }
     };
-    const auto exchange = [&](size_t at, size_t n, bool sum) {   // n words from a byte of the scratch
+    const auto exchange = [&](const int (&flags)[SAMPLE_ROWS], size_t at, size_t n, bool sum) {   // n words from a byte of the scratch, if a row wants it
+      if (std::none_of(flags, flags + width, [](int flag) { return flag != 0; })) return;
       const auto words = [&](Rank& k) { return reinterpret_cast<unsigned long long*>(reinterpret_cast<char*>(k.scratch.data()) + at); };
       for (size_t i = 0; i < n; i++) {
         unsigned long long all_of_them = 0;
@@ -161,20 +162,22 @@ struct Sequence {
       }
     };
     each("sample_adjust", true);
-    exchange(offsetof(SampleScratch, best), width, false);
+    const SampleScratch& first = all[0].scratch[0];
+    exchange(first.in_use, offsetof(SampleScratch, best), width, false);
     each("sample_count", true);
-    exchange(offsetof(SampleScratch, bins), width * sizeof(SampleBins) / 8, true);
+    exchange(first.in_use, offsetof(SampleScratch, bins), width * sizeof(SampleBins) / 8, true);
     each("sample_choose", true);
     for (int round = 0; round < SAMPLE_ROUNDS; round++) {
       each("sample_narrow", false, round);
-      exchange(offsetof(SampleScratch, digits), width * sizeof(SampleDigits) / 8, true);
+      exchange(first.open, offsetof(SampleScratch, digits), width * sizeof(SampleDigits) / 8, true);
     }
     each("sample_settle", false, SAMPLE_ROUNDS);
-    exchange(offsetof(SampleScratch, chosen), width, false);
+    exchange(first.in_use, offsetof(SampleScratch, chosen), width, false);
     for (Rank& k : all) run("sample_accept", dim3(1), 256, k.p);
     for (Rank& k : all) {
       std::memset((void*)k.scratch[0].cut, 0, sizeof k.scratch[0].cut);
       std::memset((void*)k.scratch[0].digits, 0, sizeof k.scratch[0].digits + sizeof k.scratch[0].search);
+      std::memset((void*)k.scratch[0].in_use, 0, sizeof k.scratch[0].in_use + sizeof k.scratch[0].open);
       const bool alike = same_bits(&k.s, &all[0].s, 1) && k.history == all[0].history && k.counts == all[0].counts && k.ring == all[0].ring && same_bits(k.scratch.data(), all[0].scratch.data(), 1);
       check(alike, "rank %d of %d ends as rank 0: token %d, %d", (int)(&k - all.data()), ranks, k.s.sampled[0], all[0].s.sampled[0]);
     }

@@ -14,8 +14,8 @@ use crate::cpu;
 use crate::decode::{Backend, Drafting, Engine, Sampling};
 use crate::error;
 pub use crate::gpu::comm::Algorithm;
-use crate::gpu::ranks::{Conductor, Setup};
-use crate::gpu::{self, comm, machine, weights::Source};
+use crate::gpu::ranks::{Collectives, Conductor, Setup};
+use crate::gpu::{self, comm, machine, params::COMM_MAX_RANKS, weights::Source};
 use crate::model::checkpoint::{Checkpoint, Dtype, Read};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
@@ -246,9 +246,6 @@ impl Model {
                 let (made, timings): (Box<dyn Backend>, _) = if ranks.count > 1 {
                     let conductor =
                         Conductor::new(setup(options, gpus, config.clone(), weights.clone(), machine_options), gpu, &mut progress)?;
-                    if let (Some(link), true) = (conductor.first().link(), verbose) {
-                        tell(format_args!("{link}"));
-                    }
                     let timings = conductor.first().timings;
                     (Box::new(conductor), timings)
                 } else {
@@ -315,8 +312,8 @@ fn rank_gpus(options: &ModelOptions) -> Result<Vec<usize>> {
     if let Some(tp) = options.tp.filter(|tp| *tp != count) {
         bail!("--tp {tp}: expected {count}, which is {per_gpu} on each of {} GPUs; --gpus and --ranks-per-gpu set both", gpus.len());
     }
-    if count > comm::MAX_RANKS {
-        bail!("{count} ranks: at most {} are supported", comm::MAX_RANKS);
+    if count > COMM_MAX_RANKS {
+        bail!("{count} ranks: at most {COMM_MAX_RANKS} are supported");
     }
     let gpus = if gpus.len() > 1 { gpu::in_tree_order(gpus)? } else { gpus };
     Ok(gpus.into_iter().flat_map(|gpu| vec![gpu; per_gpu]).collect())
@@ -324,9 +321,14 @@ fn rank_gpus(options: &ModelOptions) -> Result<Vec<usize>> {
 
 /// What all ranks are made of.
 fn setup(options: &ModelOptions, gpus: Vec<usize>, config: Config, weights: Option<Weights>, machine: machine::Options) -> Setup {
-    let comm = comm::Options { algorithm: options.collective, nccl: options.nccl.clone(), require_p2p: options.require_p2p };
+    let collectives = Collectives {
+        algorithm: options.collective,
+        nccl: options.nccl.clone(),
+        require_p2p: options.require_p2p,
+        link: comm::Options::default(),
+    };
     let places = gpus.clone();
-    Setup { gpus, open: Box::new(move |rank| gpu::open(places[rank])), comm, config, weights, options: machine }
+    Setup { gpus, open: Box::new(move |rank| gpu::open(places[rank])), collectives, config, weights, options: machine }
 }
 
 fn model_dir(options: &ModelOptions) -> Result<PathBuf> {

@@ -3,7 +3,7 @@
 //! One Step is one launch in a verify pass: who writes a row that will be normalised also writes it times the norm weight and its sums of
 //! squares (`norms` finds out for whom), so that a linear layer waits for nothing but its input. A prefill pass normalises in a kernel of
 //! its own and rotates queries before attention; its bits are the same.
-use super::comm::{ExchangeOp, Link};
+use super::comm::{AllReduce, Exchange, Link};
 use super::device::{Gpu, Kernel, Launch, Memory, Params};
 use super::params::*;
 use crate::decode::draft_ngram::{MAX_NGRAM, MIN_NGRAM};
@@ -442,11 +442,11 @@ impl Launcher<'_> {
         self.link.context("a plan of several ranks without a link between them")
     }
 
-    /// `n` words from device address `words` become the maximum or the sum of all ranks' words.
-    fn exchange(&self, words: u64, n: usize, op: ExchangeOp) -> Result<()> {
-        let link = self.link()?;
-        link.exchange(self.gpu, words, n, op)?;
-        self.full_edge.set(link.full_edges());
+    /// `words` a row from byte `at` of the sampling scratch become the maximum or the sum of all ranks' words, if a row's flag at `flags` is set.
+    fn exchange(&self, step: &str, flags: usize, at: usize, words: usize, op: Exchange) -> Result<()> {
+        let (link, scratch) = (self.link()?, &self.arena.sample_scratch);
+        link.exchange_if((scratch.at(flags), self.rows()), step, scratch.at(at), self.rows() * words, op)?;
+        self.full_edge.set(link.shared);
         Ok(())
     }
 
@@ -454,7 +454,7 @@ impl Launcher<'_> {
         let (plan, arena, link) = (self.plan, self.arena, self.link()?);
         let rows = self.rows_of(x);
         let (next_norm, normed, squares) = self.prepared(step, x);
-        let mut params = AllReduceParams {
+        let mut sum = AllReduce {
             partial: arena.buffer(plan, partial),
             x: arena.buffer(plan, x),
             bias: bias.map_or(0, |id| arena.vectors[&id]),
@@ -462,16 +462,17 @@ impl Launcher<'_> {
             normed,
             squares,
             n_rows: self.n_rows(rows)?,
-            rows: rows as i32,
-            dim: dim as i32,
-            ..AllReduceParams::zeroed()
+            rows,
+            dim,
+            ..AllReduce::default()
         };
         if let Some(tap) = tap {
-            params.tap = arena.buffer(plan, tap.out) + 2 * tap.column as u64;
-            params.tap_stride = plan.buffer(tap.out).dim as i32;
+            sum.tap = arena.buffer(plan, tap.out) + 2 * tap.column as u64;
+            sum.tap_stride = plan.buffer(tap.out).dim;
         }
-        link.all_reduce_norm(self.gpu, step, params)?;
-        self.full_edge.set(link.full_edges());
+        // In errors it is the layer whose sum is waited for.
+        link.all_reduce_norm(&plan.steps[step - 1].name(), &sum)?;
+        self.full_edge.set(link.shared);
         Ok(())
     }
 
@@ -710,28 +711,27 @@ impl Launcher<'_> {
 
     /// The chain of kernels/sample.cu for several ranks, up to the choice that all of them have.
     fn choose_with_ranks(&self, params: &SampleParams, wide: (usize, usize, usize)) -> Result<()> {
-        let (k, rows, row) = (self.kernels, self.rows(), (1, self.rows(), 1));
-        let scratch = |at: usize| self.arena.sample_scratch.at(at);
+        let (k, row) = (self.kernels, (1, self.rows(), 1));
         // Without options that change logits the head's maxima are all there is to look at.
         let adjust = if self.choice == Choice::Greedy { row } else { wide };
         self.launch(&k.sample_adjust, adjust, 256, 0, params)?;
-        self.exchange(scratch(SAMPLE_BEST_AT), rows, ExchangeOp::Max)?;
+        self.exchange("the largest logit", SAMPLE_IN_USE_AT, SAMPLE_BEST_AT, 1, Exchange::Max)?;
         if self.choice == Choice::Greedy {
             return Ok(());
         }
         if self.choice == Choice::Filtered {
             self.launch(&k.sample_count, wide, 256, 0, params)?;
-            self.exchange(scratch(SAMPLE_BINS_AT), rows * SAMPLE_BIN_WORDS, ExchangeOp::Sum)?;
+            self.exchange("the bins of top-k and top-p", SAMPLE_IN_USE_AT, SAMPLE_BINS_AT, SAMPLE_BIN_WORDS, Exchange::Sum)?;
         }
         self.launch(&k.sample_choose, wide, 256, 0, params)?;
         if self.choice == Choice::Filtered {
             for round in 0..SAMPLE_ROUNDS {
                 self.launch(&k.sample_narrow, row, 256, 0, &SampleParams { round: round as i32, ..*params })?;
-                self.exchange(scratch(SAMPLE_DIGITS_AT), rows * SAMPLE_DIGIT_WORDS, ExchangeOp::Sum)?;
+                self.exchange("the cuts of top-k and top-p", SAMPLE_OPEN_AT, SAMPLE_DIGITS_AT, SAMPLE_DIGIT_WORDS, Exchange::Sum)?;
             }
             self.launch(&k.sample_settle, row, 256, 0, params)?;
         }
-        self.exchange(scratch(SAMPLE_CHOSEN_AT), rows, ExchangeOp::Max)
+        self.exchange("the choice", SAMPLE_IN_USE_AT, SAMPLE_CHOSEN_AT, 1, Exchange::Max)
     }
 
     fn draft_token(&self, logits: BufferId, vocab: usize, draft: usize) -> Result<()> {

@@ -108,7 +108,7 @@ impl Machine {
         mut options: Options,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Machine> {
-        let ranks = link.as_ref().map_or(Ranks::ONE, Link::ranks);
+        let ranks = link.as_ref().map_or(Ranks::ONE, |link| Ranks { rank: link.rank, count: link.ranks() });
         let drafter = options.drafter.take();
         let taps = drafter.as_ref().map_or(&[][..], |d| &d.shape.taps);
         let passes = WIDTHS.map(|width| Pass::Verify { width }).into_iter().chain(PREFILL_ROWS.map(|rows| Pass::Prefill { rows }));
@@ -524,12 +524,12 @@ impl Machine {
         let columns = Shard::of(&self.config, self.ranks)?.vocab;
         let own: Vec<f32> = self.gpu.download(self.arena.buffers["logits"].at(0), rows * columns)?;
         let Some(link) = &self.link else { return Ok(own) };
-        let ranks = link.gather(own.iter().map(|x| x.to_bits().into()).collect())?;
+        let ranks = link.all_gather(bytemuck::cast_slice(&own))?;
         let mut all = Vec::with_capacity(rows * self.config.vocab);
         for row in 0..rows {
             for rank in &ranks {
-                let columns = rank.len() / rows;
-                all.extend(rank[row * columns..][..columns].iter().map(|&bits| f32::from_bits(bits as u32)));
+                let row_bytes = rank.len() / rows;
+                all.extend(rank[row * row_bytes..][..row_bytes].chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
             }
         }
         Ok(all)
@@ -630,9 +630,8 @@ fn output(step: &Step) -> Option<BufferId> {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // Nothing may be running when memory goes, on no rank that reaches it; an error was reported where it happened.
+        // Nothing may be running when memory goes; an error was reported where it happened. Other ranks reach the link's memory only.
         let _ = self.gpu.synchronize();
-        let _ = self.meet();
     }
 }
 

@@ -77,7 +77,7 @@ params! {
         comm: CommRanks, partial: u64, x: u64, bias: u64, tap: u64, next_norm: u64, normed: u64, squares: u64, n_rows: u64, rows: i32,
         dim: i32, tap_stride: i32, pad: i32,
     }
-    ExchangeParams: 120 { comm: CommRanks, words: u64, n: i32, op: i32 }
+    ExchangeParams: 136 { comm: CommRanks, words: u64, wanted: u64, n: i32, op: i32, n_wanted: i32, pad: i32 }
     PeerParams: 136 { comm: CommRanks, at: u64, n: u64, result: u64, seed: u32, rounds: i32 }
 }
 
@@ -151,7 +151,10 @@ pub const SAMPLE_SCRATCH_BYTES: usize = SAMPLE_DIGITS_AT + 16 * SAMPLE_DIGIT_WOR
 /// Where ranks exchange what they found, in bytes from its start: one word a row, so many words a row.
 pub const SAMPLE_BEST_AT: usize = 0;
 pub const SAMPLE_CHOSEN_AT: usize = 16 * 8;
-pub const SAMPLE_BINS_AT: usize = 16 * (8 + 8 + 4) + 16 * 80;
+/// Flags of rows: what is exchanged for rows without is not worth a wait.
+pub const SAMPLE_IN_USE_AT: usize = 16 * (8 + 8 + 4);
+pub const SAMPLE_OPEN_AT: usize = SAMPLE_IN_USE_AT + 16 * 4;
+pub const SAMPLE_BINS_AT: usize = SAMPLE_OPEN_AT + 16 * 4 + 16 * 80;
 pub const SAMPLE_BIN_WORDS: usize = 1024 * 12 / 8;
 pub const SAMPLE_DIGITS_AT: usize = SAMPLE_BINS_AT + 16 * SAMPLE_BIN_WORDS * 8;
 pub const SAMPLE_DIGIT_WORDS: usize = 256 * 12 / 8;

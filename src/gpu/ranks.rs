@@ -3,18 +3,19 @@
 //! Rank 0 runs on the caller's thread and its records are the answer; the others' must be the same. A call returns when rank 0 has done it; the
 //! others follow on their own, held together by the collectives in the passes. The first failure of any rank ends all of them: it is what the
 //! next call returns. Between ranks: comm.rs.
-use super::comm::{Link, Shared};
+use super::comm::{self, Algorithm, Choice, Link, Poison, Rendezvous, Threads};
 use super::cuda;
 use super::device::Gpu;
-use super::machine::{Machine, Options};
+use super::machine::{Machine, Options, WIDTHS};
 use super::weights::Source;
 use crate::decode::policy::Costs;
 use crate::decode::{Backend, Counters, Limits, Record, Sampling, StepTime};
 use crate::error::{self, internal, machine};
 use crate::model::config::Config;
-use crate::model::plan::Ranks;
+use crate::model::plan::PREFILL_ROWS;
 use crate::model::weights::Weights;
 use anyhow::{Context, Error, Result};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex};
@@ -23,6 +24,9 @@ use std::time::{Duration, Instant};
 
 /// A thread that has just done something is likely to get the next call soon: it looks for so long before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
+
+/// How long ranks wait for each other while they start: one may read its weights from a slower disk, or compile kernels.
+const LATE: Duration = Duration::from_secs(600);
 
 /// Ranks whose streams are idle end in milliseconds; one that does not is left to the end of the process.
 const END: Duration = Duration::from_secs(5);
@@ -33,21 +37,37 @@ pub struct Setup {
     pub gpus: Vec<usize>,
     /// Opens the GPU of a rank but the first, on the rank's own thread.
     pub open: Box<dyn Fn(usize) -> Result<Gpu> + Send + Sync>,
-    pub comm: super::comm::Options,
+    pub collectives: Collectives,
     pub config: Config,
     /// None: random ones.
     pub weights: Option<Weights>,
     pub options: Options,
 }
 
+/// How ranks add up what each has.
+#[derive(Clone, Debug, Default)]
+pub struct Collectives {
+    /// None: what is fastest.
+    pub algorithm: Option<Algorithm>,
+    /// The NCCL library; None: where the system finds it.
+    pub nccl: Option<PathBuf>,
+    /// An error instead of a slower way where GPUs do not reach each other's memory.
+    pub require_p2p: bool,
+    pub link: comm::Options,
+}
+
 impl Setup {
-    fn make(&self, rank: usize, gpu: Option<Gpu>, shared: &Arc<Shared>, progress: &mut dyn FnMut(usize, usize)) -> Result<Machine> {
+    fn make(&self, rank: usize, gpu: Option<Gpu>, failure: &Failure, progress: &mut dyn FnMut(usize, usize)) -> Result<Machine> {
         let gpu = gpu.map_or_else(|| (self.open)(rank), Ok)?;
         if self.gpus.iter().any(|gpu| *gpu != self.gpus[0]) {
             stay_near(&gpu.info().bus_id);
         }
-        let ranks = Ranks { rank, count: self.gpus.len() };
-        let link = Link::new(&gpu, ranks, shared.clone(), &self.comm)?;
+        let link = Link::new(&gpu, rank, failure.rendezvous.clone(), self.collectives.link)?;
+        failure.attend(link.poison());
+        if let Some(algorithm) = self.collectives.algorithm {
+            let sizes = WIDTHS.into_iter().chain(PREFILL_ROWS);
+            link.choose(sizes.map(|rows| (rows, Choice { algorithm, blocks: link.blocks(algorithm, rows, self.config.hidden) })).collect());
+        }
         let source = self.weights.as_ref().map_or(Source::Random(0), Source::Checkpoint);
         Machine::of_rank(gpu, Some(link), self.config.clone(), source, self.options.clone(), progress)
     }
@@ -75,19 +95,30 @@ struct Rank {
 /// The first failure of any rank.
 struct Failure {
     setup: Arc<Setup>,
-    shared: Arc<Shared>,
+    rendezvous: Arc<Threads>,
+    poisons: Mutex<Vec<Poison>>,
     happened: AtomicBool,
     error: Mutex<Option<Error>>,
 }
 
 impl Failure {
+    /// From now on a failure ends the waiting of this rank's kernels.
+    fn attend(&self, poison: Poison) {
+        let mut poisons = self.poisons.lock().expect("nobody panics with it");
+        poisons.push(poison);
+        if self.happened.load(SeqCst) {
+            poisons.iter().for_each(Poison::poison);
+        }
+    }
+
     /// The first one counts; what follows from it does not. All ranks stop waiting for each other.
     fn report(&self, rank: usize, place: String, error: Error) {
         if !self.happened.swap(true, SeqCst) {
             // A driver's error is the machine's; otherwise the error knows.
             let error = if cuda::is_driver_error(&error) { machine(format!("{error:#}")) } else { error };
             *self.error.lock().expect("nobody panics with it") = Some(error.context(format!("{}, {place}", self.setup.name(rank))));
-            self.shared.abort();
+            self.rendezvous.fail(&self.setup.name(rank));
+            self.poisons.lock().expect("nobody panics with it").iter().for_each(Poison::poison);
         }
     }
 
@@ -119,7 +150,7 @@ impl Drop for Alive<'_> {
 /// The thread of one rank but the first.
 fn serve(rank: usize, setup: &Setup, failure: &Failure, jobs: Receiver<(&'static str, Job)>) {
     let _alive = Alive { failure, rank };
-    let mut machine = match setup.make(rank, None, &failure.shared, &mut |_, _| {}) {
+    let mut machine = match setup.make(rank, None, failure, &mut |_, _| {}) {
         Ok(machine) => machine,
         Err(e) => return failure.report(rank, "load".into(), e),
     };
@@ -145,10 +176,14 @@ fn next<T>(jobs: &Receiver<T>) -> Option<T> {
 impl Conductor {
     /// Makes all ranks at the same time. `gpu` and `progress` are rank 0's.
     pub fn new(setup: Setup, gpu: Gpu, progress: &mut dyn FnMut(usize, usize)) -> Result<Conductor> {
-        let shared = Arc::new(Shared::new(setup.gpus.len()));
         let setup = Arc::new(setup);
-        let failure =
-            Arc::new(Failure { setup: setup.clone(), shared: shared.clone(), happened: AtomicBool::new(false), error: Mutex::new(None) });
+        let failure = Arc::new(Failure {
+            setup: setup.clone(),
+            rendezvous: Threads::new(setup.gpus.len(), LATE),
+            poisons: Mutex::default(),
+            happened: AtomicBool::new(false),
+            error: Mutex::default(),
+        });
         let mut conductor = Conductor { first: None, others: Vec::new(), failure: failure.clone() };
         for rank in 1..setup.gpus.len() {
             let (jobs, receiver) = mpsc::channel();
@@ -156,7 +191,7 @@ impl Conductor {
             let thread = Builder::new().name(format!("rank {rank}")).spawn(move || serve(rank, &setup, &failure, receiver));
             conductor.others.push(Rank { jobs, thread: thread.context("the thread of a rank")? });
         }
-        match setup.make(0, Some(gpu), &shared, progress) {
+        match setup.make(0, Some(gpu), &failure, progress) {
             Ok(machine) => conductor.first = Some(machine),
             Err(e) => failure.report(0, "load".into(), e),
         }
