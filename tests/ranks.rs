@@ -1,50 +1,34 @@
 //! Several ranks: the f32 reference as 2, 3, 4 and 8 ranks against itself as one, and what each rank holds and reads; then ranks of the GPU backend
 //! against the reference and each other, with the kernels compiled by g++ (scripts/shim.sh) and collectives that run together.
+#[path = "support/drafter.rs"]
+mod drafter;
+#[path = "support/ranks.rs"]
+mod ranks;
 mod support;
 
-use serde_json::json;
+use drafter::tiny_llama_drafter;
+use ranks::{compute_alike, ids, open, tiny3, tiny8};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::rc::Rc;
 use std::sync::OnceLock;
-use support::T0;
 use volley::cmd::check;
 use volley::cpu::Reference;
-use volley::decode::{Drafting, Engine, Event, Flow, Request, Sampling};
+use volley::decode::{Backend, Drafting, Engine, Event, Flow, Limits, Request, Sampling};
+use volley::error;
+use volley::gpu::comm::{self, Fault, FaultKind};
 use volley::gpu::device::Gpu;
-use volley::gpu::machine::Options;
-use volley::gpu::ranks::{Conductor, Setup};
+use volley::gpu::ranks::{Collectives, Conductor, Setup};
 use volley::gpu::shim::Shim;
+use volley::gpu::weights::{Layout, Source};
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
 use volley::model::plan::{Pass, Ranks, Step};
-use volley::model::weights::{claim, vocab_rows, Table, Weights};
-
-/// Widths that divide by 8 and fewer KV heads than ranks; a vocabulary that does not divide.
-fn tiny8() -> T0 {
-    let t0 = T0::new().set("num_attention_heads", 16).set("num_key_value_heads", 2).set("head_dim", 64).set("num_hidden_layers", 2);
-    t0.set("hidden_size", 128).set("intermediate_size", 256).set("vocab_size", 500).eos(json!(1)).set("bos_token_id", 0)
-}
-
-/// The same with heads that divide by 3, and biases, of which those behind a sum over ranks count once.
-fn tiny3() -> T0 {
-    tiny8().set("num_attention_heads", 6).set("num_key_value_heads", 3).set("intermediate_size", 192).biases()
-}
-
-fn open(dir: &Path) -> (Config, Weights) {
-    let config = Config::open(dir).unwrap();
-    let weights = claim(&Table::builtin().unwrap(), &config, &Checkpoint::open(dir, Read::Mmap).unwrap()).unwrap();
-    weights.load(&mut |_, _| {}).unwrap();
-    (config, weights)
-}
+use volley::model::weights::{claim, vocab_rows, Table};
 
 fn reference(dir: &Path, count: usize) -> Reference {
     let (config, weights) = open(dir);
     Reference::of_ranks(config, weights, 200, None, false, Ranks { rank: count - 1, count }).unwrap()
-}
-
-fn ids(n: usize) -> Vec<u32> {
-    (0..n as u32).map(|i| (i * 37 + 11) % 500).collect()
 }
 
 /// Residual streams after each layer and logits of a prompt and a pass of four rows.
@@ -121,53 +105,20 @@ fn shim() -> Gpu {
     Gpu::new(Rc::new(Shim::open(library()).unwrap()))
 }
 
-fn conductor(dir: &Path, count: usize) -> Conductor {
-    let (config, weights) = open(dir);
-    let options = Options { context: 200, drafter: None, ngram: true, require_graphs: true, fail_capture: |_| false };
-    let setup = Setup {
-        gpus: vec![0; count],
-        open: Box::new(|_| Ok(shim())),
-        collectives: Default::default(),
-        config,
-        weights: Some(weights),
-        options,
-    };
-    Conductor::new(setup, shim(), &mut |_, _| {}).unwrap()
+fn setup(dir: &Path, count: usize) -> Setup {
+    ranks::setup(|| Ok(shim()), dir, count, None, 200)
 }
 
-/// Every rank's steps against the reference's of the same rank, and the residual streams of all ranks against each other.
-fn compute_alike(name: &str, dir: &Path, count: usize) -> Conductor {
-    let mut conductor = conductor(dir, count);
-    let here = dir.to_path_buf();
-    let held = conductor
-        .each("check", move |machine| {
-            let (config, weights) = open(&here);
-            let mut reference = Reference::of_ranks(config, weights, 200, None, false, machine.ranks())?;
-            check::steps(machine, &mut reference, &ids(check::STEP_ROWS))
-        })
-        .unwrap_or_else(|e| panic!("{name} on {count} ranks: {e:#}"));
-    println!("{name} on {count} ranks: {}", held[0]);
-    let streams = conductor.each("check", |machine| {
-        let mut bits = Vec::new();
-        for (pass, at, n) in [(Pass::Prefill { rows: 16 }, 0, 9), (Pass::Verify { width: 4 }, 9, 4)] {
-            machine.run(pass, &ids(13)[at..at + n], at, &mut |step, out, _| {
-                if let Step::AllReduce { .. } = step {
-                    bits.extend(out.iter().map(|x| x.to_bits()));
-                }
-            })?;
-        }
-        Ok(bits)
-    });
-    let streams = streams.unwrap();
-    assert!(streams[0].len() == 2 * 2 * 13 * 128 && streams.iter().all(|bits| *bits == streams[0]), "{name} on {count} ranks");
-    conductor
+fn conductor(dir: &Path, count: usize) -> Conductor {
+    Conductor::new(setup(dir, count), shim(), &mut |_, _| {}).unwrap()
 }
 
 #[test]
 fn two_ranks_hold_every_check() {
     let dir = tempfile::tempdir().unwrap();
     tiny8().write(dir.path());
-    let mut conductor = compute_alike("tiny8", dir.path(), 2);
+    let mut conductor = conductor(dir.path(), 2);
+    compute_alike("tiny8", &mut conductor, dir.path());
     let hold = |held: anyhow::Result<Vec<String>>| println!("{}", held.unwrap_or_else(|e| panic!("{e:#}"))[0]);
     hold(conductor.each("check", |m| check::widths(m, &ids(72))));
     hold(conductor.each("check", |m| check::chunks(m, &ids(20))));
@@ -192,8 +143,81 @@ fn three_and_eight_ranks_compute_alike() {
     for (name, t0, count) in [("tiny3", tiny3(), 3), ("tiny8", tiny8().tied(true), 8)] {
         let dir = tempfile::tempdir().unwrap();
         t0.write(dir.path());
-        let start = std::time::Instant::now();
-        compute_alike(name, dir.path(), count);
-        println!("{count} ranks: {:?}", start.elapsed());
+        compute_alike(name, &mut conductor(dir.path(), count), dir.path());
     }
+}
+
+/// The drafter is whole on every rank and reads features that all have alike.
+#[test]
+fn drafts_change_the_passes_and_not_the_text() {
+    let dir = tempfile::tempdir().unwrap();
+    tiny8().set("vocab_size", 512).set("num_hidden_layers", 3).write(dir.path());
+    let (config, weights) = open(dir.path());
+    let mut setup = setup(dir.path(), 2);
+    setup.options.drafter = Some(tiny_llama_drafter(&config, &weights));
+    let mut conductor = Conductor::new(setup, shim(), &mut |_, _| {}).unwrap();
+    println!("{}", conductor.each("check", |m| check::speculation(m, &ids(40), 5, true)).unwrap()[0]);
+}
+
+/// Each rank reads its part and no more: both together the whole file, and what they share once again.
+#[test]
+fn ranks_read_their_parts() {
+    let dir = tempfile::tempdir().unwrap();
+    tiny8().write(dir.path());
+    let config = Config::open(dir.path()).unwrap();
+    let checkpoint = Checkpoint::open(dir.path(), Read::Mmap).unwrap();
+    let weights = claim(&Table::builtin().unwrap(), &config, &checkpoint).unwrap();
+    let gpu = shim();
+    let kernels = volley::gpu::kernels::Kernels::load(&gpu).unwrap();
+    for rank in 0..2 {
+        let ranks = Ranks { rank, count: 2 };
+        let plan = volley::model::plan::target(&config, Pass::Verify { width: 1 }, ranks, &[]).unwrap();
+        let layout = Layout::of(&[&plan], config.vocab, Vec::new());
+        layout.place(&gpu, &kernels, &Source::Checkpoint(&weights), None, ranks, &mut |_, _| {}).unwrap();
+    }
+    let read: usize = checkpoint.reads().iter().map(|call| call.bytes).sum();
+    let whole: usize = checkpoint.tensors().map(|tensor| tensor.n_bytes()).sum();
+    let (embedding, norms) = (500 * 128 * 2, 5 * 128 * 2);
+    assert_eq!(read, whole + embedding + norms);
+}
+
+/// Case O22: whatever happens to one rank, all end soon with one line that names it.
+#[test]
+fn o22_one_rank_fails() {
+    let dir = tempfile::tempdir().unwrap();
+    tiny8().write(dir.path());
+    let check = |e: anyhow::Error, words: &[&str], start: std::time::Instant| {
+        let line = format!("{e:#}");
+        assert!(start.elapsed().as_secs() < 10, "{line} after {:?}", start.elapsed());
+        assert_eq!(error::exit_code(&e), error::MACHINE, "{line}");
+        assert!(words.iter().all(|word| line.contains(word)) && !line.contains('\n'), "{line}");
+    };
+    // During load, before and in the first pass.
+    let start = std::time::Instant::now();
+    let broken = Setup { open: Box::new(|_| Err(error::machine("it fell off the bus"))), ..setup(dir.path(), 2) };
+    check(Conductor::new(broken, shim(), &mut |_, _| {}).err().unwrap(), &["rank 1 (GPU 0), load", "fell off the bus"], start);
+    let start = std::time::Instant::now();
+    let link = comm::Options { fault: Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0 }), ..Default::default() };
+    let silent = Setup { collectives: Collectives { link, ..Default::default() }, ..setup(dir.path(), 2) };
+    let error = Conductor::new(silent, shim(), &mut |_, _| {}).err().unwrap();
+    check(error, &["rank 0 (GPU 0), load", "no data from rank 1", "layers.0.o"], start);
+    let start = std::time::Instant::now();
+    let mut refused = setup(dir.path(), 2);
+    refused.options.fail_capture = |pass| pass == Pass::Verify { width: 3 };
+    check(Conductor::new(refused, shim(), &mut |_, _| {}).err().unwrap(), &["(GPU 0), load", "capture", "Verify { width: 3 }"], start);
+
+    // In the middle of an answer: its thread ends, and the others wait in vain.
+    let mut both = conductor(dir.path(), 2);
+    both.begin(&ids(20), 0, &Sampling::default(), &Limits { end_ids: vec![], max_tokens: 100, context: 200 }).unwrap();
+    both.prefill(&ids(19)).unwrap();
+    let start = std::time::Instant::now();
+    let error = both.each("step 10", |machine| match machine.ranks().rank {
+        1 => Err(error::machine("killed")),
+        _ => machine.verify(1).and_then(|()| machine.record()),
+    });
+    check(error.err().unwrap(), &["rank 1 (GPU 0), step 10, pass", "killed"], start);
+    let start = std::time::Instant::now();
+    check(both.verify(1).and_then(|()| both.record()).err().unwrap(), &["failed"], start);
+    drop(both);
+    assert!(start.elapsed().as_secs() < 2, "the end took {:?}", start.elapsed());
 }
