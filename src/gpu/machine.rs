@@ -129,6 +129,9 @@ impl Machine {
         if config.head_dim != 64 && config.head_dim != 128 {
             bail!("head_dim {}: the GPU backend has attention kernels for 64 and 128; use --device cpu", config.head_dim);
         }
+        if config.mlp_bias {
+            bail!("mlp_bias: the GPU backend has no bias for gate and up; use --device cpu");
+        }
         let shard = Shard::of(&config, ranks)?;
         if shard.ffn_dim % 8 != 0 {
             bail!("intermediate_size of {} over {} ranks: the GPU backend needs a multiple of 8 on each", config.ffn_dim, ranks.count);
@@ -282,7 +285,19 @@ impl Machine {
     /// Waits for the other ranks. A rank that allocates, as captures do, may have to wait for kernels of its GPU, and a collective waits for all
     /// ranks: where one allocates, nothing runs.
     fn meet(&self) -> Result<()> {
+        self.check_link()?;
         self.link.iter().try_for_each(Link::barrier)
+    }
+
+    /// A collective that waited in vain went on with what was there: nothing after it counts.
+    fn check_link(&self) -> Result<()> {
+        self.link.iter().try_for_each(Link::check)
+    }
+
+    /// Waits for all that was queued.
+    fn settle(&self) -> Result<()> {
+        self.gpu.synchronize()?;
+        self.check_link()
     }
 
     /// Every graph, after one eager run of every pass: first launches load code and must not fall into a capture.
@@ -297,7 +312,7 @@ impl Machine {
             self.launcher(pass, last, *choices.last().expect("never empty")).run()?;
             self.passes += has_record(pass) as u32;
         }
-        self.gpu.synchronize()?;
+        self.settle()?;
         self.meet()?;
         for pass in passes {
             // Only decode attention has a grid that depends on the context.
@@ -383,7 +398,7 @@ impl Machine {
             self.gpu.record(&end)?;
             events.push((start, end));
         }
-        self.gpu.synchronize()?;
+        self.settle()?;
         events[2..].iter().map(|(start, end)| Ok(start.ms_until(end)? as f64)).collect()
     }
 
@@ -425,7 +440,7 @@ impl Machine {
         let bytes: &[u8] = bytemuck::cast_slice(data);
         self.staging.slice_mut()[..bytes.len()].copy_from_slice(bytes);
         self.gpu.upload(&self.staging.slice_mut()[..bytes.len()], to)?;
-        self.gpu.synchronize()
+        self.settle()
     }
 
     /// Waits for word `word` of the record of pass `pass`.
@@ -438,9 +453,7 @@ impl Machine {
                 return Ok(value as u32);
             }
             let waited = start.elapsed();
-            if let Some(link) = &self.link {
-                link.check()?;
-            }
+            self.check_link()?;
             if waited > PATIENCE {
                 self.gpu.synchronize()?;
                 return Err(machine(format!("{} gave no result of pass {pass} in {} s", self.gpu.info().name, PATIENCE.as_secs())));
@@ -465,7 +478,7 @@ impl Machine {
         } else {
             self.queue(pass, end)?;
         }
-        self.gpu.synchronize()
+        self.settle()
     }
 
     /// For checks: every step of a pass but `Accept`, one launch at a time, and its output shown to `observe`, as cpu::Reference::run does: the
@@ -496,7 +509,7 @@ impl Machine {
         for memory in [&self.arena.cache.keys, &self.arena.cache.values] {
             self.gpu.fill(memory.at(0), 0x41, memory.bytes())?;
         }
-        self.gpu.synchronize()
+        self.settle()
     }
 
     /// A greedy sequence without limits whose next pass has these rows.
@@ -653,7 +666,7 @@ impl Backend for Machine {
     }
 
     fn begin(&mut self, prompt: &[u32], keep: usize, sampling: &Sampling, limits: &Limits) -> Result<()> {
-        self.gpu.synchronize()?;
+        self.settle()?;
         // Rows that the drafter lacks are made from features that the next prefill overwrites.
         while self.arena.drafter.is_some() {
             let state = self.gpu.download::<State>(self.arena.state.at(0), 1)?[0];
@@ -769,6 +782,7 @@ impl Backend for Machine {
         // The device takes a match as far as there is room; so does the engine.
         let ngram = if self.ngram && end.is_none() && self.word(pass, RECORD_MATCH)? > 0 { MAX_DRAFTS } else { 0 };
         self.length += n;
+        self.check_link()?;
         Ok(Record { accepted, drafted, ngram, tokens, end })
     }
 
@@ -786,7 +800,7 @@ impl Backend for Machine {
     }
 
     fn set_drafts(&mut self, drafts: &[u32]) -> Result<()> {
-        self.gpu.synchronize()?;
+        self.settle()?;
         let mut state = self.gpu.download::<State>(self.arena.state.at(0), 1)?[0];
         state.n_drafts = drafts.len() as i32;
         state.rows = 1 + drafts.len() as i32;
@@ -855,7 +869,7 @@ impl Backend for Machine {
 
     fn truncate(&mut self, _n: usize) -> Result<()> {
         // The next `begin` writes the whole state; rows behind it are overwritten before they are read.
-        self.gpu.synchronize()
+        self.settle()
     }
 
     fn counters(&self) -> Counters {

@@ -20,9 +20,9 @@ pub fn tiny8() -> T0 {
     t0.set("hidden_size", 128).set("intermediate_size", 256).set("vocab_size", 500).eos(json!(1)).set("bos_token_id", 0)
 }
 
-/// The same with heads that divide by 3, and biases, of which those behind a sum over ranks count once.
+/// The same with heads that divide by 3, and biases in attention, of which the one behind a sum over ranks counts once.
 pub fn tiny3() -> T0 {
-    tiny8().set("num_attention_heads", 6).set("num_key_value_heads", 3).set("intermediate_size", 192).biases()
+    tiny8().set("num_attention_heads", 6).set("num_key_value_heads", 3).set("intermediate_size", 192).set("attention_bias", true)
 }
 
 /// Distinct ids below 500.
