@@ -3,7 +3,9 @@
 //! The sequence lives in device memory (params.rs, State); the host queues passes and reads their records from a ring in pinned memory. What
 //! a pass launches is kernels.rs; weights come from weights.rs.
 use super::device::{Gpu, Graph, Pinned};
-use super::kernels::{attention_partial_floats, linear_blocks, norms, Arena, Cache, Choice, DraftArena, Kernels, Launcher, Norms};
+use super::kernels::{
+    attention_partial_floats, element_bytes, linear_blocks, norms, Arena, Cache, Choice, DraftArena, Kernels, Launcher, Norms,
+};
 use super::params::*;
 use super::weights::{Layout, Source};
 use crate::decode::policy::Costs;
@@ -102,7 +104,10 @@ impl Machine {
             for pass in prefill.into_iter().chain(draft) {
                 plans.insert(pass, plan::drafter(&d.shape, pass, ranks)?);
             }
-            check_drafter(d)?;
+            if d.shape.head_dim != 64 && d.shape.head_dim != 128 {
+                let (name, dim) = (&d.name, d.shape.head_dim);
+                bail!("drafter {name}: head_dim {dim}: the GPU backend has attention kernels for 64 and 128; use --draft none");
+            }
         }
         let plans: BTreeMap<Pass, (Plan, Norms)> =
             plans.into_iter().map(|(pass, plan)| (pass, (norms(&plan), plan))).map(|(pass, (n, p))| (pass, (p, n))).collect();
@@ -121,9 +126,8 @@ impl Machine {
         let rows = PREFILL_ROWS[PREFILL_ROWS.len() - 1];
         let mut buffer_bytes: BTreeMap<&'static str, usize> = BTreeMap::new();
         for buffer in plans.values().flat_map(|p| &p.0.buffers) {
-            let element = if buffer.kind == BufferKind::Logits { 4 } else { 2 };
             let bytes = buffer_bytes.entry(buffer.name).or_default();
-            *bytes = (*bytes).max(buffer.rows * buffer.dim * element);
+            *bytes = (*bytes).max(buffer.rows * buffer.dim * element_bytes(buffer.kind));
         }
         // Buffers that some linear layer reads through a norm.
         let mut normed_dims: BTreeMap<&'static str, usize> = BTreeMap::new();
@@ -417,8 +421,10 @@ impl Machine {
             let buffer = launcher.plan.buffer(out);
             let (at, n) = (self.arena.buffers[buffer.name].at(0), tokens.len() * buffer.dim);
             let numbers = match buffer.kind {
-                BufferKind::Logits => self.gpu.download(at, n)?,
-                _ => self.gpu.download::<u16>(at, n)?.into_iter().map(|bits| bf16::from_bits(bits).to_f32()).collect(),
+                BufferKind::Logits | BufferKind::Stream => self.gpu.download(at, n)?,
+                BufferKind::Activation | BufferKind::Feature => {
+                    self.gpu.download::<u16>(at, n)?.into_iter().map(|bits| bf16::from_bits(bits).to_f32()).collect()
+                }
             };
             observe(step, &numbers, buffer.dim);
         }
@@ -512,19 +518,6 @@ fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>) -> Ve
         }
     }
     aliases
-}
-
-/// What the kernels do not do yet is refused by name.
-fn check_drafter(drafter: &DraftModel) -> Result<()> {
-    let s = &drafter.shape;
-    let flag = [(s.norm_before_residual, "norm_before_residual"), (s.fc_norm, "fc_norm"), (s.norm_output, "norm_output")];
-    if let Some((_, name)) = flag.iter().find(|(on, _)| *on) {
-        bail!("drafter {}: {name} runs on the CPU backend only; use --device cpu or --draft none", drafter.name);
-    }
-    if s.head_dim != 64 && s.head_dim != 128 {
-        bail!("drafter {}: head_dim {}: the GPU backend has attention kernels for 64 and 128; use --draft none", drafter.name, s.head_dim);
-    }
-    Ok(())
 }
 
 /// What a step writes; None for steps that choose tokens.

@@ -40,7 +40,7 @@ pub fn node_cost(gpu: &Gpu) -> Result<NodeCost> {
     let kernels = Kernels::load(gpu)?;
     let cost = |early: bool| -> Result<f64> {
         let launch = Launch { grid: (1, 1, 1), block: 256, shared: 0, early };
-        let graph = gpu.capture(|| (0..NODES).try_for_each(|_| gpu.launch(&kernels.norm_rows, launch, &NormParams::zeroed())))?;
+        let graph = gpu.capture(|| (0..NODES).try_for_each(|_| gpu.launch(&kernels.norm_rows[0], launch, &NormParams::zeroed())))?;
         let mut best = f32::INFINITY;
         for _ in 0..6 {
             best = best.min(gpu.time(|| gpu.replay(&graph))?);
