@@ -322,16 +322,21 @@ impl Launcher<'_> {
         self.run_without(None)
     }
 
+    /// What comes before the steps: a drafter's pass finds its rows.
+    pub fn begin(&self) -> Result<()> {
+        if let Pass::Draft { .. } | Pass::DraftPrefill { .. } = self.plan.pass {
+            let (state, draft) = (self.arena.state(0), self.draft(0)?);
+            let params = DraftBeginParams { state, draft, max_rows: self.rows() as i32, behind: self.behind as i32 };
+            self.launch(&self.kernels.draft_begin, (1, 1, 1), 32, 0, &params)?;
+            self.features(false)?;
+        }
+        Ok(())
+    }
+
     /// All steps but those of one kind: what their absence saves is their price.
     pub fn run_without(&self, kind: Option<&str>) -> Result<()> {
         let (arena, k) = (self.arena, self.kernels);
-        let drafts = matches!(self.plan.pass, Pass::Draft { .. } | Pass::DraftPrefill { .. });
-        if drafts {
-            let params =
-                DraftBeginParams { state: arena.state(0), draft: self.draft(0)?, max_rows: self.rows() as i32, behind: self.behind as i32 };
-            self.launch(&k.draft_begin, (1, 1, 1), 32, 0, &params)?;
-            self.features(false)?;
-        }
+        self.begin()?;
         for (i, step) in self.plan.steps.iter().enumerate() {
             if kind.is_some_and(|k| step.kind() == k) {
                 continue;

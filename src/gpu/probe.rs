@@ -26,6 +26,18 @@ pub fn read_ceiling(gpu: &Gpu) -> Result<f64> {
     Ok(best)
 }
 
+/// Best bytes per second of copies from page-locked memory to the GPU.
+pub fn copy_rate(gpu: &Gpu) -> Result<f64> {
+    const BYTES: usize = 64 << 20;
+    let (from, to) = (gpu.pinned::<u8>(BYTES)?, gpu.allocate(BYTES)?);
+    let mut best = 0.0f64;
+    for _ in 0..5 {
+        let ms = gpu.time(|| gpu.upload(from.slice(), to.at(0)))?;
+        best = best.max(BYTES as f64 / (ms as f64 / 1e3));
+    }
+    Ok(best)
+}
+
 /// What a kernel adds to a chain in a graph, in microseconds.
 pub struct NodeCost {
     /// Behind a full edge: it starts when the kernel before has ended.
