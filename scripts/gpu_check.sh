@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, in under six minutes, with one short table at the end: doctor, tests/gpu.rs, latencies, compute-sanitizer, time from
+# Everything that only a GPU can show, in under ten minutes, with one short table at the end: doctor, tests/gpu.rs, latencies, compute-sanitizer, time from
 # exec to the first token, speculation, load from disk, Ctrl-C at any moment. Builds nothing and needs no cargo, so that the binaries may come from another machine:
 #   scripts/gpu_check.sh VOLLEY GPU_TEST          (target/release/volley, target/release/deps/gpu-...)
 # VOLLEY_MODEL=DIR is SmolLM2 (scripts/fetch_smollm2.py); without it what needs it is skipped. Logs go to $OUT, else target/gpu_check. ONLY=tests,bench runs some stages.
@@ -11,7 +11,7 @@ volley=$(realpath "$1") || exit 2
 tests=$(realpath "$2") || exit 2
 model=${VOLLEY_MODEL:-}; unset VOLLEY_MODEL
 logs=${OUT:-target/gpu_check}; mkdir -p "$logs"
-deadline=$((SECONDS + 345)); table=; failed=0
+deadline=$((SECONDS + 580)); table=; failed=0
 now_ms() { echo $(($(date +%s%N) / 1000000)); }
 wanted() { [ -z "${ONLY:-}" ] || [[ ,$ONLY, == *,$1,* ]]; }
 used_mb() { nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | head -1; }

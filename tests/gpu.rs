@@ -416,7 +416,11 @@ fn smollm2_cycle_has_no_gap() {
     let passes = engine.generate(&request, &mut |_: Event| Flow::Go).unwrap().passes.len() as u64;
     let after = engine.counters();
     let (verify, draft) = (after.verify_replays - before.verify_replays, after.draft_replays - before.draft_replays);
-    assert!(verify == passes && draft <= passes && draft + 2 >= passes && after.eager == 0, "{passes} cycles: {after:?}");
+    // One pass may be queued behind the end, and the last tokens leave no room for drafts.
+    assert!(
+        (passes..=passes + 1).contains(&verify) && (passes - 2..=passes).contains(&draft) && after.eager == 0,
+        "{passes} cycles: {after:?}"
+    );
 }
 
 /// A check must hold; what it says goes to the log.
