@@ -354,7 +354,7 @@ fn smollm2_useless_drafts_cost_little() {
         Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap()
     };
     // The share of the time that tokens take without drafts, behind 64 rounds of the first answer.
-    let mut share = |what: &str, machine: Machine, drafting: Drafting, sampling: Sampling| {
+    let share = |what: &str, machine: Machine, drafting: Drafting, sampling: Sampling| {
         let mut engine = Engine::new(Box::new(machine), drafting).unwrap();
         let prompt = token_ids(64, 49152);
         let mut run = |plain: bool, n: usize| {

@@ -129,8 +129,12 @@ pub fn tiny_llama_drafter(config: &Config, weights: &Weights, norms: bool) -> Dr
         d.set(key, n);
     }
     if norms {
-        ["norm_before_residual", "fc_norm", "norm_output"].into_iter().for_each(|flag| drop(d.set(flag, true)));
-        (0..3).for_each(|i| drop(d.random(&format!("fc_norm.{i}.weight"), &[128])));
+        for flag in ["norm_before_residual", "fc_norm", "norm_output"] {
+            d.set(flag, true);
+        }
+        for i in 0..3 {
+            d.random(&format!("fc_norm.{i}.weight"), &[128]);
+        }
     }
     d.write(dir.path());
     let model = DraftModel::open(dir.path(), config, weights, None, Read::Mmap).unwrap();
