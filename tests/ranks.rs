@@ -154,7 +154,7 @@ fn drafts_change_the_passes_and_not_the_text() {
     tiny8().set("vocab_size", 512).set("num_hidden_layers", 3).write(dir.path());
     let (config, weights) = open(dir.path());
     let mut setup = setup(dir.path(), 2);
-    setup.options.drafter = Some(tiny_llama_drafter(&config, &weights));
+    setup.options.drafter = Some(tiny_llama_drafter(&config, &weights, false));
     let mut conductor = Conductor::new(setup, shim(), &mut |_, _| {}).unwrap();
     println!("{}", conductor.each("check", |m| check::speculation(m, &ids(40), 5, true)).unwrap()[0]);
 }

@@ -78,6 +78,7 @@ fn facts(gpu: &Gpu) -> Result<()> {
     say(format_args!("memory      {} of {} free", shown_bytes(free as u64), shown_bytes(total as u64)))?;
     let rate = probe::read_ceiling(gpu)?;
     say(format_args!("read rate   {}/s", shown_bytes(rate as u64)))?;
+    say(format_args!("copy rate   {}/s from page-locked memory", shown_bytes(probe::copy_rate(gpu)? as u64)))?;
     let cost = probe::node_cost(gpu)?;
     say(format_args!("graph node  {:.2} us, {:.2} us where it may start early", cost.full_us, cost.early_us))
 }
@@ -110,15 +111,18 @@ impl Report {
         type Check = Box<dyn Fn(&mut Machine, &[u32]) -> Result<String> + Send + Sync>;
         let (dir, options) = (dir.to_path_buf(), options.clone());
         let steps = move |m: &mut Machine, ids: &[u32]| check::steps(m, &mut reference(&dir, &options, context, m.ranks())?, ids);
-        let checks: [(&str, Check); 7] = [
+        let mut checks: Vec<(&str, Check)> = vec![
             ("kernels", Box::new(steps)),
             ("graphs", Box::new(|m, ids| check::graphs(m, &ids[..ids.len().min(1100)]))),
             ("widths", Box::new(check::widths)),
             ("chunks", Box::new(|m, ids| check::chunks(m, &ids[..ids.len().min(700)]))),
             ("sampling", Box::new(check::sampling)),
             ("drafts", Box::new(check::drafts)),
-            ("speculation", Box::new(move |m, ids| check::speculation(m, ids, SPECULATED, drafter))),
         ];
+        if drafter {
+            checks.push(("drafter", Box::new(|m, ids| check::extends(m, ids, SPECULATED))));
+        }
+        checks.push(("speculation", Box::new(move |m, ids| check::speculation(m, ids, SPECULATED, drafter))));
         for (name, check) in checks {
             let (ids, failed) = (ids.clone(), self.n_failed);
             self.verdict(name, || model.check(move |machine| check(machine, &ids)))?;

@@ -182,7 +182,7 @@ impl Model {
         let draft = options.draft.clone().unwrap_or_else(|| default_draft(dir, !options.random));
         let drafter = match (&draft.dir, &weights) {
             (Some(dir), Some(weights)) => Some(DraftModel::open(dir, &config, weights, tokens, read)?),
-            (Some(_), None) => bail!("--draft: random weights have no drafter; use --draft none"),
+            (Some(dir), None) => Some(DraftModel::random(dir, &config)?),
             (None, _) => None,
         };
         let dtype = match &weights {

@@ -10,7 +10,7 @@ use crate::decode::sample::{greedy, gumbel};
 use crate::decode::{draft_ngram, Backend, Counters, Limits, Record, Sampling, Sequence, StepTime, MAX_DRAFTS};
 use crate::model::config::{Config, Rope};
 use crate::model::draft::DraftModel;
-use crate::model::plan::{self, Attention, BufferId, BufferKind, Epilogue, Input, Linear, Owner, Pass, Plan, Ranks, Step, Storage, Tokens};
+use crate::model::plan::{self, Attention, BufferId, BufferKind, Epilogue, Linear, Owner, Pass, Plan, Ranks, Step, Storage, Tokens};
 use crate::model::plan::{Tap, FEATURE_ROWS, MAX_WIDTH};
 use crate::model::weights::{Slice, Weight, WeightId, Weights};
 use anyhow::{bail, Context, Result};
@@ -280,8 +280,8 @@ impl Reference {
                 rank.attention(drafter.as_mut(), rotary, plan, attention, rows);
                 attention.out
             }
-            Step::Norm { x, weight, out, dim } => {
-                rank.norm(plan, *x, *weight, *out, *dim, rows);
+            Step::Norm { x, column, weight, out, dim } => {
+                rank.norm(plan, *x, *column, *weight, *out, *dim, rows);
                 *out
             }
             Step::Select { x, out, dim } => {
@@ -467,36 +467,39 @@ impl Rank {
         Ok(())
     }
 
-    fn norm(&mut self, plan: &Plan, x: BufferId, weight: WeightId, out: BufferId, dim: usize, rows: Rows) {
+    #[allow(clippy::too_many_arguments)]
+    fn norm(&mut self, plan: &Plan, x: BufferId, column: usize, weight: WeightId, out: BufferId, dim: usize, rows: Rows) {
         let n = rows.count(plan.buffer(out).rows);
-        let normed = self.scaled_input(plan, &Input { x, dim, column: 0, norm: Some(weight) }, rows, n);
+        let normed = self.scaled_input(plan, x, column, dim, Some(weight), rows, n);
+        let stride = plan.buffer(out).dim;
         let out = self.buffer_mut(plan, out);
         for r in 0..n {
             for i in 0..dim {
-                out[r * dim + i] = normed.x[r * dim + i] * normed.inv[r];
+                out[r * stride + column + i] = normed.x[r * dim + i] * normed.inv[r];
             }
         }
     }
 
-    /// x * norm weight, and 1/rms of each row (1 without a norm).
-    fn scaled_input(&self, plan: &Plan, input: &Input, rows: Rows, n: usize) -> Scaled {
-        let buffer = plan.buffer(input.x);
+    /// Columns of x times norm weight, and 1/rms of each row of them (1 without a norm).
+    #[allow(clippy::too_many_arguments)]
+    fn scaled_input(&self, plan: &Plan, x: BufferId, column: usize, dim: usize, norm: Option<WeightId>, rows: Rows, n: usize) -> Scaled {
+        let buffer = plan.buffer(x);
         let all = &self.buffers[buffer.name];
-        let weight = input.norm.map(|id| &self.vectors[&id]);
-        let mut x = Vec::with_capacity(n * input.dim);
+        let weight = norm.map(|id| &self.vectors[&id]);
+        let mut x = Vec::with_capacity(n * dim);
         let mut inv = vec![1.0; n];
         for (r, inv) in inv.iter_mut().enumerate() {
             let at = if buffer.kind == BufferKind::Feature { (rows.position + r) % FEATURE_ROWS } else { r };
-            let row = &all[at * buffer.dim + input.column..][..input.dim];
+            let row = &all[at * buffer.dim + column..][..dim];
             match weight {
                 None => x.extend_from_slice(row),
                 Some(weight) => {
-                    *inv = 1.0 / (dot::sum_of_squares(row) / input.dim as f32 + plan.norm_eps).sqrt();
+                    *inv = 1.0 / (dot::sum_of_squares(row) / dim as f32 + plan.norm_eps).sqrt();
                     x.extend(row.iter().zip(weight).map(|(x, w)| x * w));
                 }
             }
         }
-        Scaled { x, inv, dim: input.dim }
+        Scaled { x, inv, dim }
     }
 
     fn linear(&mut self, weights: &Weights, plan: &Plan, linear: &Linear, at: Rows) -> Result<BufferId> {
@@ -507,7 +510,7 @@ impl Rank {
         | Epilogue::Partial { out }
         | Epilogue::Logits { out }) = linear.epilogue;
         let rows = at.count(plan.buffer(out).rows);
-        let inputs: Vec<Scaled> = linear.inputs.iter().map(|i| self.scaled_input(plan, i, at, rows)).collect();
+        let inputs: Vec<Scaled> = linear.inputs.iter().map(|i| self.scaled_input(plan, i.x, 0, i.dim, i.norm, at, rows)).collect();
         // [n, rows]: one weight row meets every token while it is in the cache.
         let mut sums = vec![0.0f32; linear.n * rows];
         let mut first = 0;

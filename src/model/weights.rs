@@ -112,7 +112,7 @@ pub fn vocab_rows(vocab: usize, rank: usize, ranks: usize) -> Option<Range<usize
 }
 
 /// All weights of a model. A tied head is there under its own id, with the tensor of the embedding.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub struct Weights {
     map: BTreeMap<WeightId, Weight>,
     /// Worth a line to the user, not an error.
