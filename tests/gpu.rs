@@ -563,6 +563,7 @@ fn gpu() -> Option<Gpu> {
     if let Some(library) = std::env::var_os("VOLLEY_SHIM") {
         return Some(Gpu::new(Rc::new(Shim::open(Path::new(&library)).unwrap())));
     }
+    volley::gpu::make_room_for_ranks();
     match volley::gpu::open(0) {
         Ok(gpu) => Some(gpu),
         Err(e) => {

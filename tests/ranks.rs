@@ -184,6 +184,7 @@ fn ranks_read_their_parts() {
 /// Case O22: whatever happens to one rank, all end soon with one line that names it.
 #[test]
 fn o22_one_rank_fails() {
+    library();
     let dir = tempfile::tempdir().unwrap();
     tiny8().write(dir.path());
     let check = |e: anyhow::Error, words: &[&str], start: std::time::Instant| {

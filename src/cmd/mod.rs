@@ -15,7 +15,7 @@ use crate::decode::{Backend, Drafting, Engine, Sampling};
 use crate::error;
 pub use crate::gpu::comm::Algorithm;
 use crate::gpu::ranks::{Collectives, Conductor, Setup};
-use crate::gpu::{self, comm, machine, params::COMM_MAX_RANKS, weights::Source};
+use crate::gpu::{self, comm, machine, nccl, params::COMM_MAX_RANKS, weights::Source};
 use crate::model::checkpoint::{Checkpoint, Dtype, Read};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
@@ -300,27 +300,44 @@ impl Model {
 
 /// The GPU of each rank, neighbours in the PCI tree next to each other.
 fn rank_gpus(options: &ModelOptions) -> Result<Vec<usize>> {
-    let (per_gpu, asked) = (options.ranks_per_gpu, &options.gpus);
-    let gpus = match asked.is_empty() {
-        true => (0..options.tp.unwrap_or(per_gpu).div_ceil(per_gpu)).collect(),
-        false => asked.clone(),
-    };
-    if let Some(twice) = gpus.iter().enumerate().find(|(i, gpu)| gpus[..*i].contains(gpu)) {
-        bail!("--gpus: GPU {} is there twice; --ranks-per-gpu puts several ranks on one", twice.1);
-    }
-    let count = gpus.len() * per_gpu;
-    if let Some(tp) = options.tp.filter(|tp| *tp != count) {
-        bail!("--tp {tp}: expected {count}, which is {per_gpu} on each of {} GPUs; --gpus and --ranks-per-gpu set both", gpus.len());
-    }
-    if count > COMM_MAX_RANKS {
-        bail!("{count} ranks: at most {COMM_MAX_RANKS} are supported");
+    let per_gpu = options.ranks_per_gpu;
+    let gpus = gpus_for(&options.gpus, options.tp, per_gpu)?;
+    if per_gpu > 1 {
+        gpu::make_room_for_ranks();
     }
     let gpus = if gpus.len() > 1 { gpu::in_tree_order(gpus)? } else { gpus };
     Ok(gpus.into_iter().flat_map(|gpu| vec![gpu; per_gpu]).collect())
 }
 
-/// What all ranks are made of.
+/// The GPUs that were asked for, or the first ones that `tp` ranks need.
+fn gpus_for(asked: &[usize], tp: Option<usize>, per_gpu: usize) -> Result<Vec<usize>> {
+    let gpus: Vec<usize> = match asked.is_empty() {
+        true => (0..tp.unwrap_or(per_gpu).div_ceil(per_gpu)).collect(),
+        false => asked.to_vec(),
+    };
+    if let Some(i) = (1..gpus.len()).find(|&i| gpus[..i].contains(&gpus[i])) {
+        bail!("--gpus: GPU {} is there twice; --ranks-per-gpu puts several ranks on one", gpus[i]);
+    }
+    let count = gpus.len() * per_gpu;
+    if let Some(tp) = tp.filter(|tp| *tp != count) {
+        bail!("--tp {tp}: expected {count}, which is {per_gpu} on each of {} GPUs; --gpus and --ranks-per-gpu set both", gpus.len());
+    }
+    if count > COMM_MAX_RANKS {
+        bail!("{count} ranks: at most {COMM_MAX_RANKS} are supported");
+    }
+    Ok(gpus)
+}
+
+/// What all ranks are made of. Before their threads start: NCCL is set by the environment.
 fn setup(options: &ModelOptions, gpus: Vec<usize>, config: Config, weights: Option<Weights>, machine: machine::Options) -> Setup {
+    if options.collective.is_some_and(Algorithm::needs_nccl) {
+        let settings = nccl::configure(options.ranks_per_gpu > 1);
+        let shown: Vec<String> = settings.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        tell(format_args!("NCCL: {}", shown.join(" ")));
+    }
+    if options.collective == Some(Algorithm::NcclAllReduce) {
+        tell(format_args!("warning: --collective nccl-allreduce: the text may depend on how many drafts are verified together"));
+    }
     let collectives = Collectives {
         algorithm: options.collective,
         nccl: options.nccl.clone(),
@@ -505,6 +522,24 @@ mod tests {
         let bad = |byte: &str, at: usize| Err(format!("stdin: expected UTF-8, found byte 0x{byte} at offset {at}"));
         assert_eq!(all(b"ab\n\xffc\nd\n"), [ok("ab"), bad("ff", 3), ok("d")]);
         assert_eq!(all(b"\xef\xbb\xbfa\xc3"), [bad("c3", 4)]);
+    }
+
+    #[test]
+    fn gpus_of_ranks() {
+        assert_eq!(gpus_for(&[], None, 1).unwrap(), [0]);
+        assert_eq!(gpus_for(&[], Some(4), 1).unwrap(), [0, 1, 2, 3]);
+        assert_eq!(gpus_for(&[], Some(4), 4).unwrap(), [0]);
+        assert_eq!(gpus_for(&[], None, 8).unwrap(), [0]);
+        assert_eq!(gpus_for(&[3, 1], None, 2).unwrap(), [3, 1]);
+        let refused = |gpus: &[usize], tp, per_gpu, word: &str| {
+            let error = gpus_for(gpus, tp, per_gpu).unwrap_err();
+            assert!(error.to_string().contains(word) && error::exit_code(&error) == error::BAD_INPUT, "{error}");
+        };
+        refused(&[0], Some(2), 1, "--tp 2: expected 1, which is 1 on each of 1 GPUs");
+        refused(&[], Some(3), 2, "--tp 3: expected 4");
+        refused(&[1, 0, 1], None, 1, "GPU 1 is there twice");
+        refused(&[], Some(9), 1, "at most 8");
+        refused(&[], Some(9), 9, "at most 8");
     }
 
     #[test]

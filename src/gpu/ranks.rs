@@ -7,6 +7,7 @@ use super::comm::{self, Algorithm, Choice, Link, Poison, Rendezvous, Threads};
 use super::cuda;
 use super::device::Gpu;
 use super::machine::{Machine, Options, WIDTHS};
+use super::nccl;
 use super::weights::Source;
 use crate::decode::policy::Costs;
 use crate::decode::{Backend, Counters, Limits, Record, Sampling, StepTime};
@@ -62,10 +63,14 @@ impl Setup {
         if self.gpus.iter().any(|gpu| *gpu != self.gpus[0]) {
             stay_near(&gpu.info().bus_id);
         }
-        let link = Link::new(&gpu, rank, failure.rendezvous.clone(), self.collectives.link)?;
+        let mut link = Link::new(&gpu, rank, failure.rendezvous.clone(), self.collectives.link)?;
         failure.attend(link.poison());
         if let Some(algorithm) = self.collectives.algorithm {
             let sizes = WIDTHS.into_iter().chain(PREFILL_ROWS);
+            if algorithm.needs_nccl() {
+                let library = nccl::Library::open(self.collectives.nccl.as_deref())?;
+                link.attach_nccl(&library, &sizes.clone().collect::<Vec<_>>(), self.config.hidden)?;
+            }
             link.choose(sizes.map(|rows| (rows, Choice { algorithm, blocks: link.blocks(algorithm, rows, self.config.hidden) })).collect());
         }
         let source = self.weights.as_ref().map_or(Source::Random(0), Source::Checkpoint);
