@@ -359,6 +359,11 @@ template <bool kFaulty> __device__ __forceinline__ void exchange(const ExchangeP
   constexpr int kChunk = kChunkBytes / 16, kSlot = COMM_SLOT_BYTES / 16;
   pdl_launch_dependents();
   pdl_wait();
+  if (p.wanted) {
+    int wanted = 0;
+    for (int i = 0; i < p.n_wanted; i++) wanted |= p.wanted[i];
+    if (!wanted) return;
+  }
   const CommRanks& c = p.comm;
   const int begin = (int)((long long)p.n * blockIdx.x / gridDim.x), end = (int)((long long)p.n * (blockIdx.x + 1) / gridDim.x);
   unsigned epoch = last_epoch(c);

@@ -60,7 +60,8 @@ enum {
 };
 
 // ---- sample.cu ----
-enum { SAMPLE_SLICE = 4032, SAMPLE_ROWS = 16, SAMPLE_BINS = 1024 };
+enum { SAMPLE_SLICE = 4032, SAMPLE_ROWS = 16, SAMPLE_BINS = 1024, SAMPLE_DIGITS = 256 };
+enum { SAMPLE_ROUNDS = 14 };   // digits of both cuts: ranks have 51 bits, a digit 8
 // What top-k and top-p leave of a row's ranks (sample.cu explains ranks): below `sure` is kept, inside the two ranges is settled by sample_settle.
 struct alignas(16) SampleCut {
   unsigned long long sure, k_first, k_last, p_first, p_last;
@@ -68,19 +69,31 @@ struct alignas(16) SampleCut {
   unsigned long long kept_mass;      // mass of all that top-k keeps, when k's range is empty
   unsigned long long pad;
 };
-// All zero before the first pass; every pass leaves it so (except `cut`, which it overwrites).
+// Ids and their mass in each bin of a row's ranks, and in each digit of a part of it.
+struct alignas(16) SampleBins { unsigned long long mass[SAMPLE_BINS]; unsigned count[SAMPLE_BINS]; };
+struct alignas(16) SampleDigits { unsigned long long mass[SAMPLE_DIGITS]; unsigned count[SAMPLE_DIGITS]; };
+// Several ranks: how far the search for a row's cuts has come; the same on all of them.
+struct alignas(16) SampleSearch {
+  unsigned long long first, last, target;   // the ranks that may hold the cut, and the count or mass to reach among them
+  unsigned long long last_kept, kept_mass;
+  int phase, pad;
+};
+// All zero before the first pass; every pass leaves it so (except `in_use`, `open`, `cut`, `digits` and `search`, which it overwrites).
 struct alignas(16) SampleScratch {
   unsigned long long best[SAMPLE_ROWS];      // key of the largest logit, where options change logits
   unsigned long long chosen[SAMPLE_ROWS];    // key of the largest logit with noise
   unsigned n_listed[SAMPLE_ROWS];
+  int in_use[SAMPLE_ROWS];                   // several ranks: rows of this pass, and rows whose cuts are still looked for; what is exchanged for others is not worth a wait
+  int open[SAMPLE_ROWS];
   SampleCut cut[SAMPLE_ROWS];
-  unsigned long long mass[SAMPLE_ROWS][SAMPLE_BINS];
-  unsigned count[SAMPLE_ROWS][SAMPLE_BINS];
+  SampleBins bins[SAMPLE_ROWS];
+  SampleDigits digits[SAMPLE_ROWS];
+  SampleSearch search[SAMPLE_ROWS];
 };
-static_assert(sizeof(SampleScratch) == 16 * (8 + 8 + 4) + 16 * 80 + 16 * 1024 * 12, "SampleScratch");
+static_assert(sizeof(SampleScratch) == 16 * (8 + 8 + 4 + 4 + 4) + 16 * 80 + 16 * 1024 * 12 + 16 * 256 * 12 + 16 * 48, "SampleScratch");
 
 // For the sample_* kernels, 256 threads each. Grids, b being any number of blocks >= ceil(vocab / SAMPLE_SLICE): sample_adjust, sample_count, sample_choose
-// (b, width); sample_settle (1, width); sample_accept (1).
+// (b, width); sample_narrow, sample_settle (1, width); sample_accept (1).
 struct SampleParams {
   float* logits;                   // [width][stride]; overwritten where an option changes them
   State* state;
@@ -93,12 +106,16 @@ struct SampleParams {
   unsigned long long* ring;        // [RECORDS][RECORD_WORDS], pinned host memory
   const float* max_value;          // [width][n_max]: LinearParams::max_value and max_id of the head, n_max its gridDim.x
   const int* max_id;
-  int vocab;                       // at most 2^20
+  int vocab;                       // columns of logits: the tokens from first_id on. counts, bias and history are of all tokens
   int stride;
   int n_max;
   int width;                       // rows the pass was captured for, at most 16
+  int first_id;                    // a multiple of 4
+  int n_tokens;                    // of all ranks, at most 2^20
+  int ranks;
+  int round;                       // of sample_narrow, from 0; SAMPLE_ROUNDS for sample_settle
 };
-static_assert(sizeof(SampleParams) == 104, "SampleParams");
+static_assert(sizeof(SampleParams) == 120, "SampleParams");
 
 // For prefill_advance: one warp, at the end of a prefill chunk that chooses no token.
 struct AdvanceParams {
@@ -109,8 +126,8 @@ static_assert(sizeof(AdvanceParams) == 16, "AdvanceParams");
 
 // ---- linear.cu ----
 enum Epilogue : int {
-  kEpilogueStore = 0,     // out[row][n] = y (+ bias[n])
-  kEpilogueResidual = 1,  // out[row][n] = residual[row][n] + y (+ bias[n]); also into tap when it is set
+  kEpilogueStore = 0,     // out[row][n] = y (+ bias[n]); into stream, unrounded, when that is set
+  kEpilogueResidual = 1,  // stream[row][n] += y (+ bias[n]), f32; rounded into tap when it is set
   kEpilogueSilu = 2,      // out[row][j] = silu(gate) * up; tile i holds gate rows 8i..8i+7 then up rows 8i..8i+7, n = number of j
   kEpilogueLogits = 3,    // logits[row][n] = y (+ bias[n]), f32; also the block's maximum per row
 };
@@ -134,10 +151,10 @@ struct LinearParams {
   LinearPart part[2];
   bf16* out;             // [rows][out_stride]
   const bf16* bias;      // [n] or null
-  const bf16* residual;  // [rows][out_stride]; may be out
-  bf16* tap;             // [rows][tap_stride] or null: a second copy of out (Residual only)
+  float* stream;         // [rows][out_stride] residual stream: Residual, or Store that starts one; else null
+  bf16* tap;             // [rows][tap_stride] or null: a copy of the stream (Residual only)
   const bf16* next_norm; // [n] RMSNorm weight of the next linear, or null. linear_m* only, Store and Residual
-  bf16* normed;          // [rows][out_stride]: bf16(out * next_norm)
+  bf16* normed;          // [rows][out_stride]: bf16(output * next_norm)
   float* squares;        // [rows][n / 16]
   float* logits;         // [rows][out_stride]
   float* max_value;      // [rows][gridDim.x] or null
@@ -155,12 +172,12 @@ struct LinearParams {
 static_assert(sizeof(LinearPart) == 48, "twin in Rust");
 static_assert(sizeof(LinearParams) == 216, "twin in Rust");
 
-// ---- norm.cu: norm_rows ----
+// ---- norm.cu ----
 struct NormParams {
-  const bf16* x;       // [rows][x_stride]
+  const void* x;       // [rows][x_stride] f32 (a residual stream), or bf16 (the kernels named _bf16)
   const bf16* norm;    // [k] RMSNorm weight
-  bf16* normed;        // [rows][normed_stride]: bf16(x * norm)
-  float* inv;          // [rows]: 1 / sqrt(mean(x^2) + eps)
+  void* normed;        // [rows][normed_stride]. norm_rows: bf16(x * norm); norm_step: x * inv * norm in x's type
+  float* inv;          // [rows]: 1 / sqrt(mean(x^2) + eps); this and squares of norm_rows only
   float* squares;      // [rows][k / 16] or null: for a linear_m* after it (the head on the last row)
   const int* n_rows;   // as in LinearParams
   int rows;
@@ -175,7 +192,7 @@ static_assert(sizeof(NormParams) == 72, "twin in Rust");
 // ---- embed.cu: embed ----
 struct EmbedParams {
   const uint4* table;   // re-tiled [vocab / 16][hidden / 32][2][32]
-  bf16* x;              // [rows][x_stride]
+  float* x;             // [rows][x_stride]
   const bf16* next_norm; // [hidden] or null, normed [rows][x_stride], squares [rows][hidden / 16]: as in LinearParams
   bf16* normed;
   float* squares;
@@ -390,10 +407,13 @@ enum ExchangeOp : int { kExchangeMax = 0, kExchangeSum = 1 };
 struct ExchangeParams {
   CommRanks comm;
   unsigned long long* words;  // [n]
+  const int* wanted;          // [n_wanted], the same on all ranks: if all are 0 nothing is exchanged. Null: always
   int n;
   int op;                     // ExchangeOp
+  int n_wanted;
+  int pad;
 };
-static_assert(sizeof(ExchangeParams) == 120, "twin in Rust");
+static_assert(sizeof(ExchangeParams) == 136, "twin in Rust");
 // peer_store, peer_load: word i of a pattern is {i, seed, i ^ seed, ~i}. peer_ping: a word goes to and fro between two ranks.
 struct PeerParams {
   CommRanks comm;             // peer_ping: a pair of ranks, 0 and 1

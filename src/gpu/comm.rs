@@ -327,6 +327,11 @@ impl Link {
         self.places.len()
     }
 
+    /// Ranks on this rank's GPU.
+    pub fn sharing(&self) -> usize {
+        self.places.iter().filter(|place| place.bus_id == self.places[self.rank].bus_id).count()
+    }
+
     pub fn barrier(&self) -> Result<()> {
         self.rendezvous.all_gather(self.rank, &[]).map(drop)
     }
@@ -499,10 +504,15 @@ impl Link {
 
     /// words[i] becomes the maximum or the sum over all ranks' words[i], u64, for i < n.
     pub fn exchange(&self, step: &str, words: u64, n: usize, op: Exchange) -> Result<()> {
+        self.exchange_if((0, 0), step, words, n, op)
+    }
+
+    /// The same, but nothing at all where the flags are 0: (address, number) of i32 in device memory, alike on all ranks.
+    pub fn exchange_if(&self, flags: (u64, usize), step: &str, words: u64, n: usize, op: Exchange) -> Result<()> {
         ensure!(n > 0, "an exchange of no words");
         let op = if op == Exchange::Sum { EXCHANGE_SUM } else { EXCHANGE_MAX };
         let most = if self.shared { SHARED_BLOCKS } else { COMM_CHANNELS };
-        let params = ExchangeParams { comm: self.comm_of(step), words, n: n as i32, op };
+        let params = ExchangeParams { comm: self.comm_of(step), words, wanted: flags.0, n: n as i32, op, n_wanted: flags.1 as i32, pad: 0 };
         self.launch(&self.kernels.exchange, n.div_ceil(512).min(most), n.next_multiple_of(32).min(THREADS), &params)
     }
 

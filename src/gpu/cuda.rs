@@ -65,6 +65,24 @@ pub fn device_count() -> Result<usize> {
     Ok(result::device::get_count()? as usize)
 }
 
+/// PCI address of a GPU as sysfs writes it, 0000:17:00.0.
+pub fn pci_bus_id(ordinal: usize) -> Result<String> {
+    driver_version()?;
+    bus_id(result::device::get(ordinal as i32)?)
+}
+
+fn bus_id(device: sys::CUdevice) -> Result<String> {
+    let mut text = [0; 16];
+    // Sound: writes at most the bytes of the array, with a 0 at the end.
+    unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr(), text.len() as i32, device).result()? };
+    Ok(text.iter().take_while(|&&c| c != 0).map(|&c| (c as u8 as char).to_ascii_lowercase()).collect())
+}
+
+/// Whether a driver's call was refused: the machine's fault, not the user's.
+pub fn is_driver_error(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| cause.is::<result::DriverError>())
+}
+
 /// One GPU: its primary context, current on this thread, the stream everything runs on, and the embedded kernels.
 pub struct Cuda {
     info: Info,
@@ -107,13 +125,9 @@ impl Cuda {
             let module = unsafe { result::module::load_data(image.as_ptr() as *const c_void) };
             modules.push(module.map_err(|e| machine(format!("the driver cannot load the kernels of {file} on {name} ({e})")))?);
         }
-        let mut bus_id = [0; 16];
-        // Sound: writes at most the bytes of the array, with a 0 at the end.
-        unsafe { sys::cuDeviceGetPCIBusId(bus_id.as_mut_ptr(), bus_id.len() as i32, device).result()? };
-        let bus_id = bus_id.iter().take_while(|&&c| c != 0).map(|&c| (c as u8 as char).to_ascii_lowercase()).collect();
         let uuid = result::device::get_uuid(device)?.bytes.map(|b| format!("{:02x}", b as u8)).concat();
         let uuid = format!("GPU-{}-{}-{}-{}-{}", &uuid[..8], &uuid[8..12], &uuid[12..16], &uuid[16..20], &uuid[20..]);
-        let info = Info { ordinal, bus_id, uuid, name, sm, n_sms, clock_mhz, memory_clock_mhz, driver };
+        let info = Info { ordinal, bus_id: bus_id(device)?, uuid, name, sm, n_sms, clock_mhz, memory_clock_mhz, driver };
         Ok(Cuda { info, device, context, peers: RefCell::default(), stream, modules, graphs: RefCell::new(Vec::new()) })
     }
 }

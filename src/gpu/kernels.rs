@@ -3,22 +3,28 @@
 //! One Step is one launch in a verify pass: who writes a row that will be normalised also writes it times the norm weight and its sums of
 //! squares (`norms` finds out for whom), so that a linear layer waits for nothing but its input. A prefill pass normalises in a kernel of
 //! its own and rotates queries before attention; its bits are the same.
+use super::comm::{AllReduce, Exchange, Link};
 use super::device::{Gpu, Kernel, Launch, Memory, Params};
 use super::params::*;
 use crate::decode::draft_ngram::{MAX_NGRAM, MIN_NGRAM};
 use crate::decode::MAX_DRAFTS;
 use crate::model::config::Rope;
-use crate::model::plan::{Attention, BufferId, BufferKind, Epilogue, Linear, Owner, Pass, Plan, Step, Tokens, FEATURE_ROWS, MAX_WIDTH};
+use crate::model::plan::{
+    Attention, BufferId, BufferKind, Epilogue, Linear, Owner, Pass, Plan, Step, Tap, Tokens, FEATURE_ROWS, MAX_WIDTH,
+};
 use crate::model::weights::{Role, WeightId};
 use crate::state_offset;
 use anyhow::{bail, ensure, Context, Result};
 use bytemuck::Zeroable;
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Every kernel, resolved at start.
 pub struct Kernels {
     embed: Kernel,
-    pub norm_rows: Kernel,
+    /// Of a stream, and of bf16 features.
+    pub norm_rows: [Kernel; 2],
+    norm_step: [Kernel; 2],
     linear: Vec<LinearVariant>,
     /// For up to 256 rows, and for more.
     linear_prefill: [PrefillVariant; 2],
@@ -31,6 +37,7 @@ pub struct Kernels {
     sample_adjust: Kernel,
     sample_count: Kernel,
     sample_choose: Kernel,
+    sample_narrow: Kernel,
     sample_settle: Kernel,
     sample_accept: Kernel,
     prefill_advance: Kernel,
@@ -58,6 +65,9 @@ struct PrefillVariant {
     kernel: Kernel,
 }
 
+/// Rows of a block of the norm kernels.
+const NORM_ROWS: usize = 8;
+
 /// prefill_shared_bytes of both tiles: as many stages as fit into 96 KB.
 const PREFILL_SHARED: u32 = 96 << 10;
 
@@ -70,7 +80,8 @@ impl Kernels {
         };
         Ok(Kernels {
             embed: k("embed")?,
-            norm_rows: k("norm_rows")?,
+            norm_rows: [k("norm_rows")?, k("norm_rows_bf16")?],
+            norm_step: [k("norm_step")?, k("norm_step_bf16")?],
             linear: vec![variant(1, 512, "linear_m8_t1_w16_a2")?, variant(2, 512, "linear_m16_t1_w16_a1")?],
             linear_prefill: [prefill(64, 64, 128, "linear_prefill_64x64")?, prefill(128, 128, 256, "linear_prefill_128x128")?],
             linear_two: variant(2, 512, "linear_two")?,
@@ -92,6 +103,7 @@ impl Kernels {
             sample_adjust: k("sample_adjust")?,
             sample_count: k("sample_count")?,
             sample_choose: k("sample_choose")?,
+            sample_narrow: k("sample_narrow")?,
             sample_settle: k("sample_settle")?,
             sample_accept: k("sample_accept")?,
             prefill_advance: k("prefill_advance")?,
@@ -137,11 +149,24 @@ impl Matrix {
     }
 
     pub(super) fn part_bytes(&self, part: &Part) -> usize {
-        self.n_tiles * part.k.div_ceil(32) * 1024
+        self.n_tiles * Matrix::tile_bytes(part.k)
+    }
+
+    /// A tile of 16 rows.
+    pub(super) fn tile_bytes(k: usize) -> usize {
+        k.div_ceil(32) * 1024
     }
 
     pub(super) fn bytes(&self) -> usize {
         self.parts.iter().map(|p| self.part_bytes(p)).sum()
+    }
+}
+
+/// Bytes of one number of a buffer.
+pub fn element_bytes(kind: BufferKind) -> usize {
+    match kind {
+        BufferKind::Logits | BufferKind::Stream => 4,
+        BufferKind::Activation | BufferKind::Feature => 2,
     }
 }
 
@@ -245,15 +270,14 @@ pub fn norms(plan: &Plan) -> Norms {
     let mut writer: BTreeMap<BufferId, usize> = BTreeMap::new();
     for (i, step) in plan.steps.iter().enumerate() {
         match step {
-            Step::Embed { out, .. } => {
+            Step::Embed { out, .. } | Step::AllReduce { x: out, .. } => {
                 writer.insert(*out, i);
             }
             Step::Linear(l) => {
                 for (j, input) in l.inputs.iter().enumerate() {
                     let Some(norm) = input.norm else { continue };
-                    let whole = input.column == 0 && input.dim == plan.buffer(input.x).dim;
                     match writer.get(&input.x) {
-                        Some(&w) if whole && norms.next[w].is_none_or(|n| n == norm) => norms.next[w] = Some(norm),
+                        Some(&w) if norms.next[w].is_none_or(|n| n == norm) => norms.next[w] = Some(norm),
                         _ => {
                             norms.apart.insert((i, j));
                         }
@@ -266,7 +290,7 @@ pub fn norms(plan: &Plan) -> Norms {
                     Epilogue::SiluMul { .. } | Epilogue::Partial { .. } | Epilogue::Logits { .. } => {}
                 }
             }
-            Step::AllReduce { x: out, .. } | Step::Norm { out, .. } | Step::Select { out, .. } => {
+            Step::Norm { out, .. } | Step::Select { out, .. } => {
                 writer.remove(out);
             }
             Step::Attention(_) | Step::Accept { .. } | Step::DraftToken { .. } => {}
@@ -275,12 +299,15 @@ pub fn norms(plan: &Plan) -> Norms {
     norms
 }
 
-/// What a request asks of the sampling kernels. Both give the same token where both apply; greedy is three kernels shorter.
+/// What a request asks of the sampling kernels. Each gives the same token as those below where it applies, in fewer kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Choice {
     /// Temperature 0 and nothing that changes logits: the head's own maxima decide.
     Greedy,
+    /// On one rank everything else; on several, what needs no cut of top-k or top-p.
     Sampled,
+    /// Several ranks only: the exchanges that find a cut.
+    Filtered,
 }
 
 /// Blocks of a skinny linear kernel: as many as stay on the GPU at once, fewer where there is less to do.
@@ -295,6 +322,10 @@ pub struct Launcher<'a> {
     pub arena: &'a Arena,
     pub plan: &'a Plan,
     pub norms: &'a Norms,
+    /// To the other ranks, if there are any.
+    pub link: Option<&'a Link>,
+    /// The launch before was a collective whose successor must not start early.
+    pub full_edge: Cell<bool>,
     /// KV chunks that the pass covers: its positions are below the end of the last.
     pub chunks: usize,
     pub choice: Choice,
@@ -309,16 +340,21 @@ impl Launcher<'_> {
         self.run_without(None)
     }
 
+    /// What comes before the steps: a drafter's pass finds its rows.
+    pub fn begin(&self) -> Result<()> {
+        if let Pass::Draft { .. } | Pass::DraftPrefill { .. } = self.plan.pass {
+            let (state, draft) = (self.arena.state(0), self.draft(0)?);
+            let params = DraftBeginParams { state, draft, max_rows: self.rows() as i32, behind: self.behind as i32 };
+            self.launch(&self.kernels.draft_begin, (1, 1, 1), 32, 0, &params)?;
+            self.features(false)?;
+        }
+        Ok(())
+    }
+
     /// All steps but those of one kind: what their absence saves is their price.
     pub fn run_without(&self, kind: Option<&str>) -> Result<()> {
         let (arena, k) = (self.arena, self.kernels);
-        let drafts = matches!(self.plan.pass, Pass::Draft { .. } | Pass::DraftPrefill { .. });
-        if drafts {
-            let params =
-                DraftBeginParams { state: arena.state(0), draft: self.draft(0)?, max_rows: self.rows() as i32, behind: self.behind as i32 };
-            self.launch(&k.draft_begin, (1, 1, 1), 32, 0, &params)?;
-            self.features(false)?;
-        }
+        self.begin()?;
         for (i, step) in self.plan.steps.iter().enumerate() {
             if kind.is_some_and(|k| step.kind() == k) {
                 continue;
@@ -391,14 +427,14 @@ impl Launcher<'_> {
             Step::Embed { table, tokens, out, dim } => self.embed(i, *table, *tokens, *out, *dim),
             Step::Linear(linear) => self.linear(i, linear),
             Step::Attention(attention) => self.attention(attention),
-            Step::Accept { logits, vocab } => self.accept(*logits, *vocab),
+            Step::Accept { logits, vocab, first_id } => self.accept(*logits, *vocab, *first_id),
             Step::Select { x, out, dim } => {
                 let params = CopyParams {
                     from: self.arena.buffer(self.plan, *x),
                     to: self.arena.buffer(self.plan, *out),
                     from_start: self.draft(std::mem::offset_of!(DraftRows, last))?,
                     rows: 1,
-                    dim: *dim as i32,
+                    dim: 2 * *dim as i32, // in bf16
                     from_mask: -1,
                     to_mask: -1,
                     ..CopyParams::zeroed()
@@ -406,8 +442,27 @@ impl Launcher<'_> {
                 self.launch(&self.kernels.copy_rows, (1, 1, 1), 128, 0, &params)
             }
             Step::DraftToken { logits, vocab, draft } => self.draft_token(*logits, *vocab, *draft),
-            Step::AllReduce { .. } | Step::Norm { .. } => bail!("no kernel for it yet"),
+            Step::AllReduce { partial, x, dim, bias, tap } => self.all_reduce(i, *partial, *x, *dim, *bias, *tap),
+            Step::Norm { x, column, weight, out, dim } => self.norm(*x, *column, *weight, *out, *dim),
         }
+    }
+
+    fn norm(&self, x: BufferId, column: usize, weight: WeightId, out: BufferId, dim: usize) -> Result<()> {
+        let (plan, arena, rows) = (self.plan, self.arena, self.rows_of(out));
+        let params = NormParams {
+            x: arena.buffer(plan, x) + (column * element_bytes(plan.buffer(x).kind)) as u64,
+            norm: arena.vectors[&weight],
+            normed: arena.buffer(plan, out) + (column * element_bytes(plan.buffer(out).kind)) as u64,
+            n_rows: self.n_rows(rows)?,
+            rows: rows as i32,
+            k: dim as i32,
+            x_stride: plan.buffer(x).dim as i32,
+            normed_stride: plan.buffer(out).dim as i32,
+            eps: plan.norm_eps,
+            ..NormParams::zeroed()
+        };
+        let kernel = &self.kernels.norm_step[(plan.buffer(x).kind != BufferKind::Stream) as usize];
+        self.launch(kernel, (rows.div_ceil(NORM_ROWS), 1, 1), 256, 0, &params)
     }
 
     fn rows(&self) -> usize {
@@ -416,7 +471,45 @@ impl Launcher<'_> {
 
     fn launch<P: Params>(&self, kernel: &Kernel, grid: (usize, usize, usize), block: u32, shared: u32, params: &P) -> Result<()> {
         let grid = (grid.0 as u32, grid.1 as u32, grid.2 as u32);
-        self.gpu.launch(kernel, Launch { grid, block, shared, early: true }, params)
+        self.gpu.launch(kernel, Launch { grid, block, shared, early: !self.full_edge.take() }, params)
+    }
+
+    fn link(&self) -> Result<&Link> {
+        self.link.context("a plan of several ranks without a link between them")
+    }
+
+    /// `words` a row from byte `at` of the sampling scratch become the maximum or the sum of all ranks' words, if a row's flag at `flags` is set.
+    fn exchange(&self, step: &str, flags: usize, at: usize, words: usize, op: Exchange) -> Result<()> {
+        let (link, scratch) = (self.link()?, &self.arena.sample_scratch);
+        link.exchange_if((scratch.at(flags), self.rows()), step, scratch.at(at), self.rows() * words, op)?;
+        self.full_edge.set(link.shared);
+        Ok(())
+    }
+
+    fn all_reduce(&self, step: usize, partial: BufferId, x: BufferId, dim: usize, bias: Option<WeightId>, tap: Option<Tap>) -> Result<()> {
+        let (plan, arena, link) = (self.plan, self.arena, self.link()?);
+        let rows = self.rows_of(x);
+        let (next_norm, normed, squares) = self.prepared(step, x);
+        let mut sum = AllReduce {
+            partial: arena.buffer(plan, partial),
+            x: arena.buffer(plan, x),
+            bias: bias.map_or(0, |id| arena.vectors[&id]),
+            next_norm,
+            normed,
+            squares,
+            n_rows: self.n_rows(rows)?,
+            rows,
+            dim,
+            ..AllReduce::default()
+        };
+        if let Some(tap) = tap {
+            sum.tap = arena.buffer(plan, tap.out) + 2 * tap.column as u64;
+            sum.tap_stride = plan.buffer(tap.out).dim;
+        }
+        // In errors it is the layer whose sum is waited for.
+        link.all_reduce_norm(&plan.steps[step - 1].name(), &sum)?;
+        self.full_edge.set(link.shared);
+        Ok(())
     }
 
     /// Passes of many rows have kernels of their own.
@@ -483,7 +576,7 @@ impl Launcher<'_> {
             let buffer = plan.buffer(input.x);
             part[i] = LinearPart {
                 weights: matrix.parts[i].at,
-                x: arena.buffer(plan, input.x) + 2 * input.column as u64,
+                x: arena.buffer(plan, input.x),
                 squares: 0,
                 inv: 0,
                 k: input.dim as i32,
@@ -492,7 +585,10 @@ impl Launcher<'_> {
                 n_segments: k_blocks.div_ceil(segment_blocks) as u16,
                 eps: plan.norm_eps,
             };
-            let Some(norm) = input.norm else { continue };
+            let Some(norm) = input.norm else {
+                ensure!(buffer.kind != BufferKind::Stream, "{} is read without a norm", buffer.name);
+                continue;
+            };
             let (normed, squares) = (arena.normed[buffer.name].at(0), arena.squares[buffer.name].at(0));
             if self.prefills() || self.norms.apart.contains(&(step, i)) {
                 let params = NormParams {
@@ -509,7 +605,8 @@ impl Launcher<'_> {
                     eps: plan.norm_eps,
                     pad: 0,
                 };
-                self.launch(&self.kernels.norm_rows, (rows.div_ceil(2), 1, 1), 256, 0, &params)?;
+                let kernel = &self.kernels.norm_rows[(buffer.kind != BufferKind::Stream) as usize];
+                self.launch(kernel, (rows.div_ceil(NORM_ROWS), 1, 1), 256, 0, &params)?;
                 part[i].inv = params.inv;
             }
             part[i].x = normed;
@@ -535,7 +632,6 @@ impl Launcher<'_> {
             }
             Epilogue::Residual { tap, .. } => {
                 params.epilogue = EPILOGUE_RESIDUAL;
-                params.residual = arena.buffer(plan, out);
                 if let Some(tap) = tap {
                     params.tap = arena.buffer(plan, tap.out) + 2 * tap.column as u64;
                     params.tap_stride = plan.buffer(tap.out).dim as i32;
@@ -548,7 +644,11 @@ impl Launcher<'_> {
                 params.max_id = arena.max_id.at(0);
             }
         }
-        params.out = arena.buffer(plan, out);
+        if plan.buffer(out).kind == BufferKind::Stream {
+            params.stream = arena.buffer(plan, out);
+        } else {
+            params.out = arena.buffer(plan, out);
+        }
         params.out_stride = plan.buffer(out).dim as i32;
         (params.next_norm, params.normed, params.squares) = self.prepared(step, out);
         let two = linear.inputs.len() == 2;
@@ -614,8 +714,8 @@ impl Launcher<'_> {
         self.launch(&kernel.2, (self.chunks, a.n_kv_heads, (rows * group).div_ceil(columns)), 256, 0, &params)
     }
 
-    fn accept(&self, logits: BufferId, vocab: usize) -> Result<()> {
-        let arena = self.arena;
+    fn accept(&self, logits: BufferId, vocab: usize, first_id: usize) -> Result<()> {
+        let (arena, columns) = (self.arena, self.plan.buffer(logits).dim);
         let head = &arena.matrices[&WeightId::new(Role::Head, None)];
         let params = SampleParams {
             logits: arena.buffer(self.plan, logits),
@@ -629,20 +729,52 @@ impl Launcher<'_> {
             ring: arena.ring,
             max_value: arena.max_value.at(0),
             max_id: arena.max_id.at(0),
-            vocab: vocab as i32,
-            stride: self.plan.buffer(logits).dim as i32,
+            vocab: columns as i32,
+            stride: columns as i32,
             n_max: self.blocks(head.n_tiles) as i32,
             width: self.rows() as i32,
+            first_id: first_id as i32,
+            n_tokens: vocab as i32,
+            ranks: self.plan.ranks.count as i32,
+            round: SAMPLE_ROUNDS as i32,
         };
         let k = self.kernels;
-        if self.choice == Choice::Sampled {
-            let wide = (vocab.div_ceil(SAMPLE_SLICE).max(2 * self.gpu.info().n_sms / self.rows()), self.rows(), 1);
+        let (row, wide) =
+            ((1, self.rows(), 1), (columns.div_ceil(SAMPLE_SLICE).max(2 * self.gpu.info().n_sms / self.rows()), self.rows(), 1));
+        if self.plan.ranks.count > 1 {
+            self.choose_with_ranks(&params, wide)?;
+        } else if self.choice != Choice::Greedy {
             for kernel in [&k.sample_adjust, &k.sample_count, &k.sample_choose] {
                 self.launch(kernel, wide, 256, 0, &params)?;
             }
-            self.launch(&k.sample_settle, (1, self.rows(), 1), 256, 0, &params)?;
+            self.launch(&k.sample_settle, row, 256, 0, &params)?;
         }
         self.launch(&k.sample_accept, (1, 1, 1), 256, 0, &params)
+    }
+
+    /// The chain of kernels/sample.cu for several ranks, up to the choice that all of them have.
+    fn choose_with_ranks(&self, params: &SampleParams, wide: (usize, usize, usize)) -> Result<()> {
+        let (k, row) = (self.kernels, (1, self.rows(), 1));
+        // Without options that change logits the head's maxima are all there is to look at.
+        let adjust = if self.choice == Choice::Greedy { row } else { wide };
+        self.launch(&k.sample_adjust, adjust, 256, 0, params)?;
+        self.exchange("the largest logit", SAMPLE_IN_USE_AT, SAMPLE_BEST_AT, 1, Exchange::Max)?;
+        if self.choice == Choice::Greedy {
+            return Ok(());
+        }
+        if self.choice == Choice::Filtered {
+            self.launch(&k.sample_count, wide, 256, 0, params)?;
+            self.exchange("the bins of top-k and top-p", SAMPLE_IN_USE_AT, SAMPLE_BINS_AT, SAMPLE_BIN_WORDS, Exchange::Sum)?;
+        }
+        self.launch(&k.sample_choose, wide, 256, 0, params)?;
+        if self.choice == Choice::Filtered {
+            for round in 0..SAMPLE_ROUNDS {
+                self.launch(&k.sample_narrow, row, 256, 0, &SampleParams { round: round as i32, ..*params })?;
+                self.exchange("the cuts of top-k and top-p", SAMPLE_OPEN_AT, SAMPLE_DIGITS_AT, SAMPLE_DIGIT_WORDS, Exchange::Sum)?;
+            }
+            self.launch(&k.sample_settle, row, 256, 0, params)?;
+        }
+        self.exchange("the choice", SAMPLE_IN_USE_AT, SAMPLE_CHOSEN_AT, 1, Exchange::Max)
     }
 
     fn draft_token(&self, logits: BufferId, vocab: usize, draft: usize) -> Result<()> {

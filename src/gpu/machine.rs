@@ -1,21 +1,27 @@
-//! The CUDA backend: everything allocated and captured at start, then one graph replay per pass.
+//! The CUDA backend: everything allocated and captured at start, then one graph replay per pass. Of several ranks each is a Machine, with a Link to
+//! the others; all get the same calls in the same order (ranks.rs), hold the same State, and choose the same tokens.
 //!
 //! The sequence lives in device memory (params.rs, State); the host queues passes and reads their records from a ring in pinned memory. What
 //! a pass launches is kernels.rs; weights come from weights.rs.
+use super::comm::Link;
 use super::device::{Gpu, Graph, Pinned};
-use super::kernels::{attention_partial_floats, linear_blocks, norms, Arena, Cache, Choice, DraftArena, Kernels, Launcher, Norms};
+use super::kernels::{
+    attention_partial_floats, element_bytes, linear_blocks, norms, Arena, Cache, Choice, DraftArena, Kernels, Launcher, Norms,
+};
 use super::params::*;
-use super::weights::{Layout, Source};
+use super::weights::{Alias, Layout, Source};
 use crate::decode::policy::Costs;
 use crate::decode::{Backend, Counters, End, Limits, Record, Sampling, StepTime, MAX_DRAFTS};
 use crate::error::{internal, machine};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
-use crate::model::plan::{self, BufferId, BufferKind, Epilogue, Pass, Plan, Ranks, Step, Storage, FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS};
+use crate::model::plan::{self, BufferId, BufferKind, Epilogue, Owner, Pass, Plan, Ranks, Shard, Step};
+use crate::model::plan::{Storage, FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS};
 use crate::model::weights::{Role, Weight, WeightId};
 use anyhow::{bail, Context, Result};
 use bytemuck::Zeroable;
 use half::bf16;
+use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
@@ -34,6 +40,7 @@ const STATE_BYTES: usize = std::mem::size_of::<State>();
 /// A pass that gives no record for this long has hung.
 const PATIENCE: Duration = Duration::from_secs(20);
 
+#[derive(Clone)]
 pub struct Options {
     pub context: usize,
     pub drafter: Option<DraftModel>,
@@ -57,6 +64,8 @@ pub struct Machine {
     ring: Pinned<u64>,
     staging: Pinned<u8>,
     row_counts: Pinned<i32>,
+    ranks: Ranks,
+    link: Option<Link>,
     gpu: Gpu,
     /// Context buckets in KV chunks, ascending; the last covers the capacity.
     buckets: Vec<usize>,
@@ -87,8 +96,21 @@ pub struct StartTimings {
 }
 
 impl Machine {
-    pub fn new(gpu: Gpu, config: Config, source: Source, mut options: Options, progress: &mut dyn FnMut(usize, usize)) -> Result<Machine> {
-        let ranks = Ranks::ONE;
+    /// One rank.
+    pub fn new(gpu: Gpu, config: Config, source: Source, options: Options, progress: &mut dyn FnMut(usize, usize)) -> Result<Machine> {
+        Machine::of_rank(gpu, None, config, source, options, progress)
+    }
+
+    /// One of several ranks: as many threads build theirs at the same time.
+    pub fn of_rank(
+        gpu: Gpu,
+        link: Option<Link>,
+        config: Config,
+        source: Source,
+        mut options: Options,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Machine> {
+        let ranks = link.as_ref().map_or(Ranks::ONE, |link| Ranks { rank: link.rank, count: link.ranks() });
         let drafter = options.drafter.take();
         let taps = drafter.as_ref().map_or(&[][..], |d| &d.shape.taps);
         let passes = WIDTHS.map(|width| Pass::Verify { width }).into_iter().chain(PREFILL_ROWS.map(|rows| Pass::Prefill { rows }));
@@ -100,14 +122,24 @@ impl Machine {
             let prefill = PREFILL_ROWS.map(|rows| Pass::DraftPrefill { rows });
             let draft = (1..=MAX_DRAFTS).map(|drafts| Pass::Draft { width: MAX_DRAFTS + 1, drafts });
             for pass in prefill.into_iter().chain(draft) {
-                plans.insert(pass, plan::drafter(&d.shape, pass, ranks)?);
+                plans.insert(pass, plan::drafter(&d.shape, pass, Ranks::ONE)?); // whole on every rank
             }
-            check_drafter(d)?;
+            if d.shape.head_dim != 64 && d.shape.head_dim != 128 {
+                let (name, dim) = (&d.name, d.shape.head_dim);
+                bail!("drafter {name}: head_dim {dim}: the GPU backend has attention kernels for 64 and 128; use --draft none");
+            }
         }
         let plans: BTreeMap<Pass, (Plan, Norms)> =
             plans.into_iter().map(|(pass, plan)| (pass, (norms(&plan), plan))).map(|(pass, (n, p))| (pass, (p, n))).collect();
         if config.head_dim != 64 && config.head_dim != 128 {
             bail!("head_dim {}: the GPU backend has attention kernels for 64 and 128; use --device cpu", config.head_dim);
+        }
+        if config.mlp_bias {
+            bail!("mlp_bias: the GPU backend has no bias for gate and up; use --device cpu");
+        }
+        let shard = Shard::of(&config, ranks)?;
+        if shard.ffn_dim % 8 != 0 {
+            bail!("intermediate_size of {} over {} ranks: the GPU backend needs a multiple of 8 on each", config.ffn_dim, ranks.count);
         }
         let capacity = (options.context + 2 * MAX_WIDTH).next_multiple_of(1024);
         let kv = plans[&Pass::Verify { width: 1 }].0.kv;
@@ -116,14 +148,13 @@ impl Machine {
         let draft_plan = plans.get(&Pass::Draft { width: MAX_DRAFTS + 1, drafts: MAX_DRAFTS }).map(|(plan, _)| plan);
         let draft_kv_bytes = draft_plan.map_or(0, |p| p.kv.n_layers * p.kv.n_kv_heads * p.kv.head_dim * capacity * 2);
         let laid_out: Vec<&Plan> = std::iter::once(verify).chain(draft_plan).collect();
-        let layout = Layout::of(&laid_out, config.vocab, aliases(&config, &source, drafter.as_ref()));
+        let layout = Layout::of(&laid_out, config.vocab, aliases(&config, &source, drafter.as_ref(), ranks)?);
 
         let rows = PREFILL_ROWS[PREFILL_ROWS.len() - 1];
         let mut buffer_bytes: BTreeMap<&'static str, usize> = BTreeMap::new();
         for buffer in plans.values().flat_map(|p| &p.0.buffers) {
-            let element = if buffer.kind == BufferKind::Logits { 4 } else { 2 };
             let bytes = buffer_bytes.entry(buffer.name).or_default();
-            *bytes = (*bytes).max(buffer.rows * buffer.dim * element);
+            *bytes = (*bytes).max(buffer.rows * buffer.dim * element_bytes(buffer.kind));
         }
         // Buffers that some linear layer reads through a norm.
         let mut normed_dims: BTreeMap<&'static str, usize> = BTreeMap::new();
@@ -139,7 +170,7 @@ impl Machine {
         }
         let normed_bytes: usize = normed_dims.values().map(|dim| rows * (2 * dim + dim / 4)).sum();
         let chunks = attention_chunks(capacity);
-        let mut attentions = vec![(config.n_heads, config.n_kv_heads, config.head_dim)];
+        let mut attentions = vec![(shard.n_heads, shard.n_kv_heads, config.head_dim)];
         attentions.extend(drafter.as_ref().map(|d| (d.shape.n_heads, d.shape.n_kv_heads, d.shape.head_dim)));
         let partials =
             attentions.iter().flat_map(|&(heads, kv, dim)| WIDTHS.map(|w| 4 * attention_partial_floats(w, heads, kv, dim, chunks)));
@@ -151,8 +182,11 @@ impl Machine {
             + SAMPLE_SCRATCH_BYTES
             + config.vocab * (MAX_WIDTH * 8 + 8)
             + 4 * capacity;
-        let needed = layout.bytes() + 2 * kv_bytes + other + (128 << 20);
+        // Ranks that share a GPU look before any of them takes memory.
+        let sharing = link.as_ref().map_or(1, Link::sharing);
+        let needed = sharing * (layout.bytes() + 2 * kv_bytes + other + (128 << 20));
         let (free, total) = gpu.memory()?;
+        link.iter().try_for_each(Link::barrier)?;
         if needed > free {
             let gb = |n: usize| n as f64 / 1e9;
             return Err(machine(format!(
@@ -164,7 +198,7 @@ impl Machine {
 
         let kernels = Kernels::load(&gpu)?;
         let start = Instant::now();
-        let placed = layout.place(&gpu, &kernels, &source, drafter.as_ref().map(|d| &d.weights), progress)?;
+        let placed = layout.place(&gpu, &kernels, &source, drafter.as_ref().map(|d| &d.weights), ranks, progress)?;
         timings.weights_ms = start.elapsed().as_secs_f64() * 1e3;
         let mut buffers = BTreeMap::new();
         for (name, bytes) in buffer_bytes {
@@ -206,7 +240,7 @@ impl Machine {
             state: gpu.allocate(std::mem::size_of::<State>())?,
             options: gpu.allocate(std::mem::size_of::<SamplingParams>())?,
             sample_scratch: gpu.allocate(SAMPLE_SCRATCH_BYTES)?,
-            sample_list: gpu.allocate(MAX_WIDTH * config.vocab * 8)?,
+            sample_list: gpu.allocate(MAX_WIDTH * shard.vocab * 8)?,
             max_value: gpu.allocate(4 * MAX_WIDTH * linear_blocks(usize::MAX, gpu.info().n_sms))?,
             max_id: gpu.allocate(4 * MAX_WIDTH * linear_blocks(usize::MAX, gpu.info().n_sms))?,
             counts: gpu.allocate(4 * config.vocab)?,
@@ -226,6 +260,8 @@ impl Machine {
             ring,
             staging: gpu.pinned((4 * capacity).max(4 * config.vocab).max(1024))?,
             row_counts: gpu.pinned(4)?,
+            ranks,
+            link,
             gpu,
             config,
             buckets,
@@ -238,25 +274,54 @@ impl Machine {
             counters: Counters::default(),
             timings,
         };
-        machine.capture(&options)?;
+        machine.capture(&options).context("capture")?;
         Ok(machine)
+    }
+
+    /// The kinds of choice that verify passes have graphs for.
+    fn choices(&self) -> &'static [Choice] {
+        match self.ranks.count {
+            1 => &[Choice::Greedy, Choice::Sampled],
+            _ => &[Choice::Greedy, Choice::Sampled, Choice::Filtered],
+        }
+    }
+
+    /// Waits for the other ranks. A rank that allocates, as captures do, may have to wait for kernels of its GPU, and a collective waits for all
+    /// ranks: where one allocates, nothing runs.
+    fn meet(&self) -> Result<()> {
+        self.check_link()?;
+        self.link.iter().try_for_each(Link::barrier)
+    }
+
+    /// A collective that waited in vain went on with what was there: nothing after it counts.
+    fn check_link(&self) -> Result<()> {
+        self.link.iter().try_for_each(Link::check)
+    }
+
+    /// Waits for all that was queued.
+    fn settle(&self) -> Result<()> {
+        self.gpu.synchronize()?;
+        self.check_link()
     }
 
     /// Every graph, after one eager run of every pass: first launches load code and must not fall into a capture.
     fn capture(&mut self, options: &Options) -> Result<()> {
         let start = Instant::now();
+        let choices = self.choices();
+        self.meet()?;
         self.set_state(&State { done: 1, rows: 1, ..State::zeroed() })?;
         let last = *self.buckets.last().expect("never empty");
         let passes: Vec<Pass> = self.plans.keys().copied().collect();
         for &pass in &passes {
-            self.launcher(pass, last, Choice::Sampled).run()?;
+            self.launcher(pass, last, *choices.last().expect("never empty")).run()?;
             self.passes += has_record(pass) as u32;
         }
-        self.gpu.synchronize()?;
+        self.settle()?;
+        self.meet()?;
         for pass in passes {
             // Only decode attention has a grid that depends on the context.
             let decode = self.plans[&pass].0.rows() <= MAX_WIDTH;
-            let choices: &[Choice] = if let Pass::Verify { .. } = pass { &[Choice::Greedy, Choice::Sampled] } else { &[Choice::Greedy] };
+            let choices = if let Pass::Verify { .. } = pass { choices } else { &[Choice::Greedy] };
             let buckets = if decode { self.buckets.clone() } else { vec![last] };
             for (chunks, &choice) in buckets.into_iter().flat_map(|b| choices.iter().map(move |c| (b, c))) {
                 let launcher = self.launcher(pass, chunks, choice);
@@ -278,6 +343,7 @@ impl Machine {
                 self.graphs.insert((pass, chunks, choice), graph);
             }
         }
+        self.meet()?;
         self.timings.capture_ms = start.elapsed().as_secs_f64() * 1e3;
         self.timings.n_graphs = self.graphs.len();
         Ok(())
@@ -287,7 +353,19 @@ impl Machine {
         let (plan, norms) = &self.plans[&pass];
         // A pass that catches up in the middle of decoding leaves a row for the extend; one behind a prompt chunk does not.
         let behind = (pass == CATCH_UP) as usize;
-        Launcher { gpu: &self.gpu, kernels: &self.kernels, arena: &self.arena, plan, norms, chunks, choice, ngram: self.ngram, behind }
+        Launcher {
+            gpu: &self.gpu,
+            kernels: &self.kernels,
+            arena: &self.arena,
+            plan,
+            norms,
+            link: self.link.as_ref(),
+            full_edge: Cell::new(false),
+            chunks,
+            choice,
+            ngram: self.ngram,
+            behind,
+        }
     }
 
     /// The context bucket of a pass that ends at position `end`; only decode attention has one.
@@ -313,18 +391,18 @@ impl Machine {
         Ok(())
     }
 
-    /// Milliseconds of each of `n` replays from the state that `begin_timing` staged, after two to warm up.
-    fn time_replays(&self, graph: &Graph, n: usize) -> Result<Vec<f64>> {
+    /// Milliseconds of each of `n` replays of these graphs, one behind the other, from the state that `begin_timing` staged, after two to warm up.
+    fn time_replays(&self, graphs: &[&Graph], n: usize) -> Result<Vec<f64>> {
         let mut events = Vec::new();
         for _ in 0..n + 2 {
             let (start, end) = (self.gpu.event()?, self.gpu.event()?);
             self.gpu.upload(&self.staging.slice()[..STATE_BYTES], self.arena.state.at(0))?;
             self.gpu.record(&start)?;
-            self.gpu.replay(graph)?;
+            graphs.iter().try_for_each(|graph| self.gpu.replay(graph))?;
             self.gpu.record(&end)?;
             events.push((start, end));
         }
-        self.gpu.synchronize()?;
+        self.settle()?;
         events[2..].iter().map(|(start, end)| Ok(start.ms_until(end)? as f64)).collect()
     }
 
@@ -366,7 +444,7 @@ impl Machine {
         let bytes: &[u8] = bytemuck::cast_slice(data);
         self.staging.slice_mut()[..bytes.len()].copy_from_slice(bytes);
         self.gpu.upload(&self.staging.slice_mut()[..bytes.len()], to)?;
-        self.gpu.synchronize()
+        self.settle()
     }
 
     /// Waits for word `word` of the record of pass `pass`.
@@ -379,6 +457,7 @@ impl Machine {
                 return Ok(value as u32);
             }
             let waited = start.elapsed();
+            self.check_link()?;
             if waited > PATIENCE {
                 self.gpu.synchronize()?;
                 return Err(machine(format!("{} gave no result of pass {pass} in {} s", self.gpu.info().name, PATIENCE.as_secs())));
@@ -403,7 +482,7 @@ impl Machine {
         } else {
             self.queue(pass, end)?;
         }
-        self.gpu.synchronize()
+        self.settle()
     }
 
     /// For checks: every step of a pass but `Accept`, one launch at a time, and its output shown to `observe`, as cpu::Reference::run does: the
@@ -417,12 +496,49 @@ impl Machine {
             let buffer = launcher.plan.buffer(out);
             let (at, n) = (self.arena.buffers[buffer.name].at(0), tokens.len() * buffer.dim);
             let numbers = match buffer.kind {
-                BufferKind::Logits => self.gpu.download(at, n)?,
-                _ => self.gpu.download::<u16>(at, n)?.into_iter().map(|bits| bf16::from_bits(bits).to_f32()).collect(),
+                BufferKind::Logits | BufferKind::Stream => self.gpu.download(at, n)?,
+                BufferKind::Activation | BufferKind::Feature => {
+                    self.gpu.download::<u16>(at, n)?.into_iter().map(|bits| bf16::from_bits(bits).to_f32()).collect()
+                }
             };
             observe(step, &numbers, buffer.dim);
         }
         Ok(())
+    }
+
+    /// For checks: the drafter behind the passes before, one launch at a time: `observe` sees the number of each draft, from 1, and its logits, and
+    /// says which target id takes the draft's place.
+    pub fn run_draft(&mut self, drafts: usize, observe: &mut dyn FnMut(usize, &[f32]) -> u32) -> Result<()> {
+        let pass = Pass::Draft { width: MAX_DRAFTS + 1, drafts };
+        let launcher = self.launcher(pass, self.chunks(pass, self.bound() + drafts), Choice::Greedy);
+        launcher.begin()?;
+        for (i, step) in launcher.plan.steps.iter().enumerate() {
+            launcher.step(i).with_context(|| format!("step {}", step.name()))?;
+            if let Step::DraftToken { logits, vocab, draft } = step {
+                let logits = self.gpu.download(self.arena.buffers[launcher.plan.buffer(*logits).name].at(0), *vocab)?;
+                let id = observe(*draft, &logits) as i32;
+                self.gpu.upload(&[id], self.arena.state.at(crate::state_offset!(drafts) + 4 * (draft - 1)))?;
+                self.gpu.synchronize()?;
+            }
+        }
+        self.lag = 0;
+        Ok(())
+    }
+
+    /// For checks: median microseconds that a verify pass of `width` rows and a draft pass queued behind it take, as two graphs and as one graph
+    /// of both: the difference is what the GPU idles between two graphs more than between two kernels.
+    pub fn time_cycle(&mut self, width: usize, drafts: usize, n: usize) -> Result<[f64; 2]> {
+        self.begin_timing(width, 0)?;
+        let passes = [Pass::Verify { width }, Pass::Draft { width: MAX_DRAFTS + 1, drafts }];
+        let chunks = self.chunks(passes[0], width);
+        let both = self.gpu.capture(|| passes.iter().try_for_each(|&pass| self.launcher(pass, chunks, Choice::Greedy).run()))?;
+        let apart: Option<Vec<&Graph>> = passes.iter().map(|&pass| self.graphs[&(pass, chunks, Choice::Greedy)].as_ref()).collect();
+        let apart = apart.context("the graph was not captured")?;
+        let median = |mut times: Vec<f64>| {
+            times.sort_by(f64::total_cmp);
+            1e3 * times[times.len() / 2]
+        };
+        Ok([median(self.time_replays(&apart, n)?), median(self.time_replays(&[&both], n)?)])
     }
 
     /// For checks: what a pass should write becomes NaN in activations and logits, and 12.06 in the cache and in tapped features, where rows
@@ -434,7 +550,7 @@ impl Machine {
         for memory in [&self.arena.cache.keys, &self.arena.cache.values] {
             self.gpu.fill(memory.at(0), 0x41, memory.bytes())?;
         }
-        self.gpu.synchronize()
+        self.settle()
     }
 
     /// A greedy sequence without limits whose next pass has these rows.
@@ -457,22 +573,33 @@ impl Machine {
         self.set_state(&state)
     }
 
-    /// Logits of the first `rows` rows of the last verify pass, [rows, vocab]; waits for it.
+    /// For checks: logits of the first `rows` rows of the last verify pass, [rows, vocab], from all ranks; waits for it.
     pub fn logits(&self, rows: usize) -> Result<Vec<f32>> {
-        self.gpu.download(self.arena.buffers["logits"].at(0), rows * self.config.vocab)
+        let columns = Shard::of(&self.config, self.ranks)?.vocab;
+        let own: Vec<f32> = self.gpu.download(self.arena.buffers["logits"].at(0), rows * columns)?;
+        let Some(link) = &self.link else { return Ok(own) };
+        let ranks = link.all_gather(bytemuck::cast_slice(&own))?;
+        let mut all = Vec::with_capacity(rows * self.config.vocab);
+        for row in 0..rows {
+            for rank in &ranks {
+                let row_bytes = rank.len() / rows;
+                all.extend(rank[row * row_bytes..][..row_bytes].chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+            }
+        }
+        Ok(all)
     }
 
-    /// Keys and values of all layers as stored, bf16 bits; waits for the stream.
-    pub fn kv(&self) -> Result<(Vec<u16>, Vec<u16>)> {
-        let cache = &self.arena.cache;
-        let n = cache.keys.bytes() / 2;
-        Ok((self.gpu.download(cache.keys.at(0), n)?, self.gpu.download(cache.values.at(0), n)?))
-    }
-
-    /// Positions `0 .. n` of `kv`: keys [layer][kv head][n][head_dim], then values [layer][kv head][head_dim][n].
-    pub fn kv_rows(&self, n: usize) -> Result<Vec<u16>> {
-        let (keys, values) = self.kv()?;
-        let (capacity, dim) = (self.arena.capacity, self.config.head_dim);
+    /// Keys and values of positions `0 .. n` as stored, bf16 bits: keys [layer][kv head][n][head_dim], then values [layer][kv head][head_dim][n].
+    /// Waits for the stream.
+    pub fn kv_rows(&self, owner: Owner, n: usize) -> Result<Vec<u16>> {
+        let (cache, pass) = match owner {
+            Owner::Target => (&self.arena.cache, Pass::Verify { width: 1 }),
+            Owner::Drafter => (&self.arena.drafter.as_ref().context("no drafter is loaded")?.cache, CATCH_UP),
+        };
+        let numbers = cache.keys.bytes() / 2;
+        let (keys, values): (Vec<u16>, Vec<u16>) =
+            (self.gpu.download(cache.keys.at(0), numbers)?, self.gpu.download(cache.values.at(0), numbers)?);
+        let (capacity, dim) = (self.arena.capacity, self.plans[&pass].0.kv.head_dim);
         let mut rows: Vec<u16> = keys.chunks_exact(capacity * dim).flat_map(|head| &head[..n * dim]).copied().collect();
         rows.extend(values.chunks_exact(capacity).flat_map(|row| &row[..n]));
         Ok(rows)
@@ -480,6 +607,19 @@ impl Machine {
 
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    pub fn ranks(&self) -> Ranks {
+        self.ranks
+    }
+
+    pub fn link(&self) -> Option<&Link> {
+        self.link.as_ref()
+    }
+
+    /// Passes with a record so far: says in errors how far a rank has come.
+    pub fn passes(&self) -> u32 {
+        self.passes
     }
 
     pub fn gpu(&self) -> &Gpu {
@@ -496,35 +636,27 @@ fn has_record(pass: Pass) -> bool {
     matches!(pass, Pass::Prefill { .. } | Pass::Verify { .. })
 }
 
-/// Weights that are another weight's tensor: they need no memory of their own.
-fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>) -> Vec<(WeightId, WeightId)> {
+/// Weights that are another weight's tensor, or rows of it: they need no memory of their own.
+fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>, ranks: Ranks) -> Result<Vec<Alias>> {
     let id = |role| WeightId::new(role, None);
     let mut aliases = Vec::new();
     if config.tied {
-        aliases.push((id(Role::Embed), id(Role::Head)));
+        aliases.push(Alias { id: id(Role::Head), of: id(Role::Embed), first_row: Shard::of(config, ranks)?.first_id });
+    }
+    if let (Some(drafter), Source::Random(_)) = (drafter, source) {
+        let same = drafter.shape.hidden == config.hidden;
+        aliases.extend(same.then(|| Alias { id: id(Role::DraftEmbed), of: id(Role::Embed), first_row: 0 }));
     }
     if let (Some(drafter), Source::Checkpoint(target)) = (drafter, source) {
         let same_tensor = |a: Option<&Weight>, b: Option<&Weight>| a.zip(b).is_some_and(|(a, b)| a.parts[0].is(&b.parts[0]));
+        // The drafter is whole on every rank; of several ranks, none has the whole head.
+        let whole: &[Role] = if ranks.count == 1 && !config.tied { &[Role::Embed, Role::Head] } else { &[Role::Embed] };
         for role in [Role::DraftEmbed, Role::DraftHead] {
-            let own = drafter.weights.find(id(role));
-            let same = [Role::Head, Role::Embed].into_iter().find(|&r| same_tensor(target.find(id(r)), own));
-            aliases.extend(same.map(|r| (id(role), if config.tied { id(Role::Head) } else { id(r) })));
+            let same = whole.iter().find(|&&r| same_tensor(target.find(id(r)), drafter.weights.find(id(role))));
+            aliases.extend(same.map(|&r| Alias { id: id(role), of: id(r), first_row: 0 }));
         }
     }
-    aliases
-}
-
-/// What the kernels do not do yet is refused by name.
-fn check_drafter(drafter: &DraftModel) -> Result<()> {
-    let s = &drafter.shape;
-    let flag = [(s.norm_before_residual, "norm_before_residual"), (s.fc_norm, "fc_norm"), (s.norm_output, "norm_output")];
-    if let Some((_, name)) = flag.iter().find(|(on, _)| *on) {
-        bail!("drafter {}: {name} runs on the CPU backend only; use --device cpu or --draft none", drafter.name);
-    }
-    if s.head_dim != 64 && s.head_dim != 128 {
-        bail!("drafter {}: head_dim {}: the GPU backend has attention kernels for 64 and 128; use --draft none", drafter.name, s.head_dim);
-    }
-    Ok(())
+    Ok(aliases)
 }
 
 /// What a step writes; None for steps that choose tokens.
@@ -543,7 +675,7 @@ fn output(step: &Step) -> Option<BufferId> {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // Nothing may be running when memory goes; an error was reported where it happened.
+        // Nothing may be running when memory goes; an error was reported where it happened. Other ranks reach the link's memory only.
         let _ = self.gpu.synchronize();
     }
 }
@@ -566,7 +698,7 @@ impl Backend for Machine {
     }
 
     fn begin(&mut self, prompt: &[u32], keep: usize, sampling: &Sampling, limits: &Limits) -> Result<()> {
-        self.gpu.synchronize()?;
+        self.settle()?;
         // Rows that the drafter lacks are made from features that the next prefill overwrites.
         while self.arena.drafter.is_some() {
             let state = self.gpu.download::<State>(self.arena.state.at(0), 1)?[0];
@@ -623,7 +755,13 @@ impl Backend for Machine {
             || sampling.frequency_penalty != 0.0
             || sampling.min_tokens > 0
             || !sampling.logit_bias.is_empty();
-        self.choice = if sampling.temperature == 0.0 && !adjusts { Choice::Greedy } else { Choice::Sampled };
+        let filters =
+            sampling.temperature != 0.0 && (options.top_k > 0 && (options.top_k as usize) < self.config.vocab || sampling.top_p < 1.0);
+        self.choice = match self.choices() {
+            _ if sampling.temperature == 0.0 && !adjusts => Choice::Greedy,
+            [.., Choice::Filtered] if filters => Choice::Filtered,
+            _ => Choice::Sampled,
+        };
         self.queued.clear();
         Ok(())
     }
@@ -676,6 +814,7 @@ impl Backend for Machine {
         // The device takes a match as far as there is room; so does the engine.
         let ngram = if self.ngram && end.is_none() && self.word(pass, RECORD_MATCH)? > 0 { MAX_DRAFTS } else { 0 };
         self.length += n;
+        self.check_link()?;
         Ok(Record { accepted, drafted, ngram, tokens, end })
     }
 
@@ -693,7 +832,7 @@ impl Backend for Machine {
     }
 
     fn set_drafts(&mut self, drafts: &[u32]) -> Result<()> {
-        self.gpu.synchronize()?;
+        self.settle()?;
         let mut state = self.gpu.download::<State>(self.arena.state.at(0), 1)?[0];
         state.n_drafts = drafts.len() as i32;
         state.rows = 1 + drafts.len() as i32;
@@ -715,7 +854,7 @@ impl Backend for Machine {
                 let graph = self.graphs[&(pass, self.chunks(pass, 2 * MAX_DRAFTS), Choice::Greedy)]
                     .as_ref()
                     .context("the graph was not captured")?;
-                let mut times = self.time_replays(graph, 9)?;
+                let mut times = self.time_replays(&[graph], 9)?;
                 times.sort_by(f64::total_cmp);
                 costs.draft[drafts - 1] = times[4];
             }
@@ -728,7 +867,7 @@ impl Backend for Machine {
         let pass = Pass::Verify { width };
         let chunks = self.chunks(pass, depth + width);
         let graph = self.graphs[&(pass, chunks, Choice::Greedy)].as_ref().context("the graph was not captured")?;
-        self.time_replays(graph, n)
+        self.time_replays(&[graph], n)
     }
 
     fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>> {
@@ -737,8 +876,11 @@ impl Backend for Machine {
         let pass = Pass::Verify { width: 1 };
         let launcher = self.launcher(pass, self.chunks(pass, depth + 1), Choice::Greedy);
         let median = |skip: Option<&str>| -> Result<f64> {
+            self.meet()?;
             let graph = self.gpu.capture(|| launcher.run_without(skip))?;
-            let mut times = self.time_replays(&graph, RUNS)?;
+            self.meet()?;
+            let mut times = self.time_replays(&[&graph], RUNS)?;
+            self.meet()?; // before the graph goes
             times.sort_by(f64::total_cmp);
             Ok(times[RUNS / 2])
         };
@@ -759,7 +901,7 @@ impl Backend for Machine {
 
     fn truncate(&mut self, _n: usize) -> Result<()> {
         // The next `begin` writes the whole state; rows behind it are overwritten before they are read.
-        self.gpu.synchronize()
+        self.settle()
     }
 
     fn counters(&self) -> Counters {

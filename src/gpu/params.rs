@@ -28,9 +28,9 @@ params! {
         seed: u64, top_p: u64, temperature: f32, min_z: f32, top_k: i32, repetition_penalty: f32, presence_penalty: f32,
         frequency_penalty: f32, has_bias: i32, min_tokens: i32, max_tokens: i32, context: i32, n_eos: i32, pad: i32, eos: [i32; 16],
     }
-    SampleParams: 104 {
+    SampleParams: 120 {
         logits: u64, state: u64, options: u64, scratch: u64, list: u64, counts: u64, bias: u64, history: u64, ring: u64, max_value: u64,
-        max_id: u64, vocab: i32, stride: i32, n_max: i32, width: i32,
+        max_id: u64, vocab: i32, stride: i32, n_max: i32, width: i32, first_id: i32, n_tokens: i32, ranks: i32, round: i32,
     }
     AdvanceParams: 16 { state: u64, ring: u64 }
     /// Where the rows of a draft pass stand; device memory.
@@ -46,7 +46,7 @@ params! {
     }
     LinearPart: 48 { weights: u64, x: u64, squares: u64, inv: u64, k: i32, x_stride: i32, segment_blocks: u16, n_segments: u16, eps: f32 }
     LinearParams: 216 {
-        part: [LinearPart; 2], out: u64, bias: u64, residual: u64, tap: u64, next_norm: u64, normed: u64, squares: u64, logits: u64,
+        part: [LinearPart; 2], out: u64, bias: u64, stream: u64, tap: u64, next_norm: u64, normed: u64, squares: u64, logits: u64,
         max_value: u64, max_id: u64, n_rows: u64, n_parts: i32, n: i32, n_tiles: i32, rows: i32, epilogue: i32, out_stride: i32,
         tap_stride: i32, last_row: i32,
     }
@@ -77,7 +77,7 @@ params! {
         comm: CommRanks, partial: u64, x: u64, bias: u64, tap: u64, next_norm: u64, normed: u64, squares: u64, n_rows: u64, rows: i32,
         dim: i32, tap_stride: i32, pad: i32,
     }
-    ExchangeParams: 120 { comm: CommRanks, words: u64, n: i32, op: i32 }
+    ExchangeParams: 136 { comm: CommRanks, words: u64, wanted: u64, n: i32, op: i32, n_wanted: i32, pad: i32 }
     PeerParams: 136 { comm: CommRanks, at: u64, n: u64, result: u64, seed: u32, rounds: i32 }
 }
 
@@ -147,7 +147,19 @@ pub const RECORD_TOKENS: usize = 8;
 /// Logits of a row that one block of the sampling kernels handles.
 pub const SAMPLE_SLICE: usize = 4032;
 /// sizeof(SampleScratch)
-pub const SAMPLE_SCRATCH_BYTES: usize = 16 * (8 + 8 + 4) + 16 * 80 + 16 * 1024 * 12;
+pub const SAMPLE_SCRATCH_BYTES: usize = SAMPLE_DIGITS_AT + 16 * SAMPLE_DIGIT_WORDS * 8 + 16 * 48;
+/// Where ranks exchange what they found, in bytes from its start: one word a row, so many words a row.
+pub const SAMPLE_BEST_AT: usize = 0;
+pub const SAMPLE_CHOSEN_AT: usize = 16 * 8;
+/// Flags of rows: what is exchanged for rows without is not worth a wait.
+pub const SAMPLE_IN_USE_AT: usize = 16 * (8 + 8 + 4);
+pub const SAMPLE_OPEN_AT: usize = SAMPLE_IN_USE_AT + 16 * 4;
+pub const SAMPLE_BINS_AT: usize = SAMPLE_OPEN_AT + 16 * 4 + 16 * 80;
+pub const SAMPLE_BIN_WORDS: usize = 1024 * 12 / 8;
+pub const SAMPLE_DIGITS_AT: usize = SAMPLE_BINS_AT + 16 * SAMPLE_BIN_WORDS * 8;
+pub const SAMPLE_DIGIT_WORDS: usize = 256 * 12 / 8;
+/// sample_narrow of a pass with filters on several ranks.
+pub const SAMPLE_ROUNDS: usize = 14;
 /// Bit of a token's count that says it is in the prompt.
 pub const IN_PROMPT: u32 = 1 << 31;
 

@@ -7,7 +7,7 @@
 //! What surprises: norms are not steps. A linear layer multiplies its input by the norm weight on the way in and its sums by the row's
 //! 1/rms on the way out, so that no step waits for another just to normalise.
 use super::config::Config;
-use super::weights::{Role, WeightId};
+use super::weights::{vocab_rows, Role, WeightId};
 use anyhow::{bail, Result};
 use std::fmt;
 
@@ -48,7 +48,7 @@ impl Ranks {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BufferId(pub usize);
 
-/// An activation buffer, [rows, dim]. bf16 on the GPU except `Logits`; f32 on the CPU.
+/// An activation buffer, [rows, dim]. f32 on the CPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Buffer {
     pub name: &'static str,
@@ -61,6 +61,8 @@ pub struct Buffer {
 pub enum BufferKind {
     /// bf16 on the GPU.
     Activation,
+    /// The residual stream, f32 everywhere: read through norms and added to, never the plain input of a linear layer.
+    Stream,
     /// f32 everywhere: what sampling reads.
     Logits,
     /// Tapped features: written by the target's passes, read by the drafter's; a ring of FEATURE_ROWS rows by position.
@@ -105,8 +107,6 @@ pub enum Tokens {
 pub struct Input {
     pub x: BufferId,
     pub dim: usize,
-    /// First column of `x` that is read: a chunk of tapped features is a part of a wider row.
-    pub column: usize,
     pub norm: Option<WeightId>,
 }
 
@@ -177,24 +177,29 @@ pub enum Step {
     },
     Linear(Linear),
     Attention(Attention),
-    /// x += sum of `partial` over ranks in rank order, f32, rounded once; optionally tapped.
+    /// x += sum of `partial` over ranks in rank order (+ bias), f32, rounded once; optionally tapped. All ranks then hold the same x.
     AllReduce {
         partial: BufferId,
         x: BufferId,
         dim: usize,
+        bias: Option<WeightId>,
         tap: Option<Tap>,
     },
-    /// out = RMSNorm(x) * weight. Only drafters need it on its own (`norm_before_residual`, `norm_output`).
+    /// Columns `column .. column + dim` of out = RMSNorm(the same columns of x) * weight. Only drafters need it on its own
+    /// (`fc_norm`, `norm_before_residual`, `norm_output`).
     Norm {
         x: BufferId,
+        column: usize,
         weight: WeightId,
         out: BufferId,
         dim: usize,
     },
     /// Every row sampled, drafts accepted while they equal the sample, end conditions tested, length and history advanced.
+    /// Column i of `logits` is token `first_id + i`; all ranks together have `vocab` tokens and choose the same.
     Accept {
         logits: BufferId,
         vocab: usize,
+        first_id: usize,
     },
     /// out (one row) = the row of x that belongs to the last accepted token.
     Select {
@@ -290,7 +295,9 @@ pub struct Shard {
     pub n_heads: usize,
     pub n_kv_heads: usize,
     pub ffn_dim: usize,
+    /// Tokens `first_id .. first_id + vocab`: whole tiles of 16, so that the last rank may have fewer.
     pub vocab: usize,
+    pub first_id: usize,
 }
 
 impl Shard {
@@ -307,11 +314,15 @@ impl Shard {
         if n > config.n_kv_heads && n % config.n_kv_heads != 0 {
             bail!("{} KV heads cannot be shared evenly by {n} ranks", config.n_kv_heads);
         }
+        let Some(tokens) = vocab_rows(config.vocab, ranks.rank, n) else {
+            bail!("vocab_size of {} cannot be split over {n} ranks: each takes a multiple of 16 tokens", config.vocab);
+        };
         Ok(Shard {
             n_heads: even("num_attention_heads", config.n_heads)?,
             n_kv_heads: if n > config.n_kv_heads { 1 } else { even("num_key_value_heads", config.n_kv_heads)? },
             ffn_dim: even("intermediate_size", config.ffn_dim)?,
-            vocab: config.vocab.div_ceil(n),
+            vocab: tokens.len(),
+            first_id: tokens.start,
         })
     }
 }
@@ -331,7 +342,7 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
     }
     let shard = Shard::of(config, ranks)?;
     let mut p = Builder::new(rows);
-    let x = p.buffer("x", config.hidden, BufferKind::Activation);
+    let x = p.buffer("x", config.hidden, BufferKind::Stream);
     let qkv = p.buffer("qkv", (shard.n_heads + 2 * shard.n_kv_heads) * config.head_dim, BufferKind::Activation);
     let attended = p.buffer("attended", shard.n_heads * config.head_dim, BufferKind::Activation);
     let act = p.buffer("act", shard.ffn_dim, BufferKind::Activation);
@@ -348,7 +359,7 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
         p.steps.push(Step::Linear(Linear {
             weight: id(Role::Qkv),
             bias: config.qkv_bias.then(|| id(Role::QkvBias)),
-            inputs: vec![Input { x, dim: config.hidden, column: 0, norm: Some(id(Role::AttnNorm)) }],
+            inputs: vec![Input { x, dim: config.hidden, norm: Some(id(Role::AttnNorm)) }],
             n: (shard.n_heads + 2 * shard.n_kv_heads) * config.head_dim,
             epilogue: Epilogue::Store { out: qkv },
         }));
@@ -368,7 +379,7 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
             Linear {
                 weight: id(Role::O),
                 bias: config.o_bias.then(|| id(Role::OBias)),
-                inputs: vec![Input { x: attended, dim: shard.n_heads * config.head_dim, column: 0, norm: None }],
+                inputs: vec![Input { x: attended, dim: shard.n_heads * config.head_dim, norm: None }],
                 n: config.hidden,
                 epilogue: Epilogue::Residual { x, tap: None },
             },
@@ -377,7 +388,7 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
         p.steps.push(Step::Linear(Linear {
             weight: id(Role::GateUp),
             bias: config.mlp_bias.then(|| id(Role::GateUpBias)),
-            inputs: vec![Input { x, dim: config.hidden, column: 0, norm: Some(id(Role::FfnNorm)) }],
+            inputs: vec![Input { x, dim: config.hidden, norm: Some(id(Role::FfnNorm)) }],
             n: 2 * shard.ffn_dim,
             epilogue: Epilogue::SiluMul { out: act },
         }));
@@ -385,7 +396,7 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
             Linear {
                 weight: id(Role::Down),
                 bias: config.mlp_bias.then(|| id(Role::DownBias)),
-                inputs: vec![Input { x: act, dim: shard.ffn_dim, column: 0, norm: None }],
+                inputs: vec![Input { x: act, dim: shard.ffn_dim, norm: None }],
                 n: config.hidden,
                 epilogue: Epilogue::Residual { x, tap: tap_at(layer + 1) },
             },
@@ -397,11 +408,11 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
         p.steps.push(Step::Linear(Linear {
             weight: WeightId::new(Role::Head, None),
             bias: None,
-            inputs: vec![Input { x, dim: config.hidden, column: 0, norm: Some(WeightId::new(Role::FinalNorm, None)) }],
+            inputs: vec![Input { x, dim: config.hidden, norm: Some(WeightId::new(Role::FinalNorm, None)) }],
             n: shard.vocab,
             epilogue: Epilogue::Logits { out: logits },
         }));
-        p.steps.push(Step::Accept { logits, vocab: config.vocab });
+        p.steps.push(Step::Accept { logits, vocab: config.vocab, first_id: shard.first_id });
     }
     let kv = KvLayout { n_layers: config.n_layers, n_kv_heads: shard.n_kv_heads, head_dim: config.head_dim };
     Ok(Plan { pass, ranks, buffers: p.buffers, kv, steps: p.steps, norm_eps: config.norm_eps })
@@ -448,36 +459,37 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
     let id = |role| WeightId::new(role, None);
     let mut p = Builder::new(rows);
     let features = p.buffer("features", d.taps.len() * d.target_hidden, BufferKind::Feature);
-    let f = p.buffer("draft_feature", d.hidden, BufferKind::Activation);
-    let inputs = if d.fc_norm {
-        let chunk =
-            |i| Input { x: features, dim: d.target_hidden, column: i * d.target_hidden, norm: Some(WeightId::new(Role::FcNorm, Some(i))) };
-        (0..d.taps.len()).map(chunk).collect()
-    } else {
-        let norm = d.norm_before_fc.then(|| id(Role::FcInputNorm));
-        vec![Input { x: features, dim: d.taps.len() * d.target_hidden, column: 0, norm }]
-    };
-    p.steps.push(Step::Linear(Linear { weight: id(Role::Fc), bias: None, inputs, n: d.hidden, epilogue: Epilogue::Store { out: f } }));
+    let f = p.buffer("draft_feature", d.hidden, BufferKind::Stream);
+    let (n_taps, dim) = (d.taps.len(), d.target_hidden);
+    let mut input = Input { x: features, dim: n_taps * dim, norm: d.norm_before_fc.then(|| id(Role::FcInputNorm)) };
+    if d.fc_norm {
+        input.x = p.buffer("draft_normed_features", n_taps * dim, BufferKind::Activation);
+        p.steps.extend((0..n_taps).map(|i| {
+            let weight = WeightId::new(Role::FcNorm, Some(i));
+            Step::Norm { x: features, column: i * dim, weight, out: input.x, dim }
+        }));
+    }
+    let epilogue = Epilogue::Store { out: f };
+    p.steps.push(Step::Linear(Linear { weight: id(Role::Fc), bias: None, inputs: vec![input], n: d.hidden, epilogue }));
     let x = p.drafter_layer(d, Tokens::Next, f);
     if drafts > 0 {
         p.rows = 1;
         let logits = p.buffer("draft_logits", d.vocab, BufferKind::Logits);
-        let mut feedback = p.buffer("draft_selected", d.hidden, BufferKind::Activation);
+        let mut feedback = p.buffer("draft_selected", d.hidden, BufferKind::Stream);
         p.steps.push(Step::Select { x, out: feedback, dim: d.hidden });
         for draft in 1..=drafts {
             if draft > 1 {
                 feedback = p.drafter_layer(d, Tokens::Draft(draft - 1), feedback);
             }
             let norm = id(Role::DraftNorm);
-            let mut input = Input { x: feedback, dim: d.hidden, column: 0, norm: Some(norm) };
-            if d.norm_output {
-                let normed = p.buffer("draft_normed", d.hidden, BufferKind::Activation);
-                p.steps.push(Step::Norm { x: feedback, weight: norm, out: normed, dim: d.hidden });
-                feedback = normed;
-                input = Input { x: normed, dim: d.hidden, column: 0, norm: None };
-            }
+            let inputs = vec![Input { x: feedback, dim: d.hidden, norm: Some(norm) }];
             let epilogue = Epilogue::Logits { out: logits };
-            p.steps.push(Step::Linear(Linear { weight: id(Role::DraftHead), bias: None, inputs: vec![input], n: d.vocab, epilogue }));
+            p.steps.push(Step::Linear(Linear { weight: id(Role::DraftHead), bias: None, inputs, n: d.vocab, epilogue }));
+            if d.norm_output && draft < drafts {
+                let normed = p.buffer("draft_normed", d.hidden, BufferKind::Stream);
+                p.steps.push(Step::Norm { x: feedback, column: 0, weight: norm, out: normed, dim: d.hidden });
+                feedback = normed;
+            }
             p.steps.push(Step::DraftToken { logits, vocab: d.vocab, draft });
         }
     }
@@ -512,7 +524,7 @@ impl Builder {
         let name = |many: &'static str, single: &'static str| if one { single } else { many };
         let id = |role| WeightId::new(role, None);
         let qkv_dim = (d.n_heads + 2 * d.n_kv_heads) * d.head_dim;
-        let e = self.buffer(name("draft_embedding", "step_embedding"), d.hidden, BufferKind::Activation);
+        let e = self.buffer(name("draft_embedding", "step_embedding"), d.hidden, BufferKind::Stream);
         let qkv = self.buffer(name("draft_qkv", "step_qkv"), qkv_dim, BufferKind::Activation);
         let attended = self.buffer(name("draft_attended", "step_attended"), d.n_heads * d.head_dim, BufferKind::Activation);
         let act = self.buffer(name("draft_act", "step_act"), d.ffn_dim, BufferKind::Activation);
@@ -521,15 +533,15 @@ impl Builder {
             weight: id(Role::DraftQkv),
             bias: d.qkv_bias.then(|| id(Role::DraftQkvBias)),
             inputs: vec![
-                Input { x: e, dim: d.hidden, column: 0, norm: Some(id(Role::EmbedNorm)) },
-                Input { x: feature, dim: d.hidden, column: 0, norm: Some(id(Role::FeatureNorm)) },
+                Input { x: e, dim: d.hidden, norm: Some(id(Role::EmbedNorm)) },
+                Input { x: feature, dim: d.hidden, norm: Some(id(Role::FeatureNorm)) },
             ],
             n: qkv_dim,
             epilogue: Epilogue::Store { out: qkv },
         }));
         let x = if d.norm_before_residual {
-            let x = self.buffer(name("draft_x", "step_x"), d.hidden, BufferKind::Activation);
-            self.steps.push(Step::Norm { x: feature, weight: id(Role::FeatureNorm), out: x, dim: d.hidden });
+            let x = self.buffer(name("draft_x", "step_x"), d.hidden, BufferKind::Stream);
+            self.steps.push(Step::Norm { x: feature, column: 0, weight: id(Role::FeatureNorm), out: x, dim: d.hidden });
             x
         } else {
             feature
@@ -547,7 +559,7 @@ impl Builder {
             head_dim: d.head_dim,
         }));
         let linear = |weight, x: BufferId, dim, norm, n, epilogue| {
-            let inputs = vec![Input { x, dim, column: 0, norm }];
+            let inputs = vec![Input { x, dim, norm }];
             Step::Linear(Linear { weight: id(weight), bias: None, inputs, n, epilogue })
         };
         let residual = || Epilogue::Residual { x, tap: None };
@@ -563,9 +575,11 @@ impl Builder {
         let Epilogue::Residual { x, tap } = linear.epilogue.clone() else { unreachable!("called with Residual only") };
         let n = linear.n;
         if let Some(partial) = partial {
+            // A bias is added once, after the sum.
+            let bias = linear.bias.take();
             linear.epilogue = Epilogue::Partial { out: partial };
             self.steps.push(Step::Linear(linear));
-            self.steps.push(Step::AllReduce { partial, x, dim: n, tap });
+            self.steps.push(Step::AllReduce { partial, x, dim: n, bias, tap });
         } else {
             self.steps.push(Step::Linear(linear));
         }
@@ -612,9 +626,12 @@ impl fmt::Display for Plan {
                     name(a.qkv),
                     name(a.out)
                 ),
-                Step::AllReduce { partial, x, tap, .. } => format!("{} +-> {}{}", name(*partial), name(*x), shown_tap(tap)),
+                Step::AllReduce { partial, x, bias, tap, .. } => {
+                    let bias = if bias.is_some() { " + bias" } else { "" };
+                    format!("{}{bias} +-> {}{}", name(*partial), name(*x), shown_tap(tap))
+                }
                 Step::Norm { x, out, .. } | Step::Select { x, out, .. } => format!("{} -> {}", name(*x), name(*out)),
-                Step::Accept { logits, vocab } | Step::DraftToken { logits, vocab, .. } => format!("{} of {vocab}", name(*logits)),
+                Step::Accept { logits, vocab, .. } | Step::DraftToken { logits, vocab, .. } => format!("{} of {vocab}", name(*logits)),
             };
             writeln!(f, "  {:24} {what}  {} B", step.name(), step.bytes(self.rows(), 0, storage))?;
         }
