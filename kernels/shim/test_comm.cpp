@@ -17,7 +17,7 @@ struct World {
   std::vector<unsigned> poison;
   std::vector<CommRecord> record;
   int fault[8] = {}, fault_peer[8] = {};
-  World(int n, unsigned patience_us = 20'000'000) : n(n), patience_us(patience_us), poison(n, 0), record(n) {
+  World(int n, unsigned patience_us = 5'000'000) : n(n), patience_us(patience_us), poison(n, 0), record(n) {
     for (int r = 0; r < n; r++) {
       window.push_back((unsigned char*)std::aligned_alloc(4096, (COMM_WINDOW_BYTES + 4095) / 4096 * 4096));
       std::memset(window[r], 0, COMM_WINDOW_BYTES);
@@ -179,6 +179,20 @@ static void mixed(int n, int length) {
     for (unsigned c = 0; c < COMM_CHANNELS; c++) check(same_bits(world.channel(0, c), world.channel(r, c), 4), "epochs of channel %u differ", c);
 }
 
+// Long runs of chunks inside one kernel, where only barrier and fence keep them apart.
+static void many_chunks() {
+  for (const char* kernel : {"all_reduce_push", "all_reduce_two_shot", "all_reduce_pull"})
+    for (int n : {2, 3}) {
+      World world(n);
+      AllReduce a(kernel, n, 60 * (std::strcmp(kernel, "all_reduce_two_shot") ? 1 : n), quick ? 6 : 60, 16 * 32, 1);
+      Launches launches(n);
+      for (int r = 0; r < n; r++) launches.add(r, kernel, 1, 64, a.params(r, world.ranks(r, 0)));
+      cpu::run_together(launches.of_rank);
+      const std::string w = a.wrong(n);
+      check(w.empty() && world.slots_are_zero(), "many chunks, %d ranks, %s: %s", n, kernel, w.c_str());
+    }
+}
+
 // What NCCL brought, added here.
 static void after_gather() {
   for (int n : {1, 2, 8}) {
@@ -268,6 +282,7 @@ int main() {
   missing();
   garbled();
   peers();
+  for (int round = 0; round < (quick ? 1 : 4); round++) many_chunks();
   for (int round = 0; round < (quick ? 1 : 5); round++)
     for (int n : {2, 3, 4, 8}) { seed_of_test = round * 100 + n; mixed(n, n == 8 ? 6 : 12); }
   return finish("comm");
