@@ -61,9 +61,9 @@ fn numbers(n: usize, seed: u32) -> Vec<bf16> {
 const STEP: &str = "layer 3: all-reduce";
 
 /// The new x of every choice in turn, each eagerly and as a graph that is replayed twice; all from the same x.
-fn all_reduce(link: &Link, gpu: &Gpu, choices: &[Choice], rows: usize, dim: usize) -> anyhow::Result<Vec<Vec<bf16>>> {
+fn all_reduce(link: &Link, gpu: &Gpu, choices: &[Choice], rows: usize, dim: usize) -> anyhow::Result<Vec<Vec<f32>>> {
     let partial = gpu.store(&numbers(rows * dim, 10 + link.rank as u32))?;
-    let x0 = numbers(rows * dim, 9);
+    let x0: Vec<f32> = numbers(rows * dim, 9).into_iter().map(|x| x.to_f32() * 1.37).collect();
     let x = gpu.store(&x0)?;
     let mut results = Vec::new();
     for &choice in choices {
@@ -83,11 +83,11 @@ fn all_reduce(link: &Link, gpu: &Gpu, choices: &[Choice], rows: usize, dim: usiz
     Ok(results)
 }
 
-fn expected(n: usize, rows: usize, dim: usize) -> Vec<bf16> {
+fn expected(n: usize, rows: usize, dim: usize) -> Vec<f32> {
     let partials: Vec<_> = (0..n).map(|r| numbers(rows * dim, 10 + r as u32)).collect();
     let x = numbers(rows * dim, 9);
     let sum = |i: usize| partials.iter().fold(0.0f32, |sum, p| sum + p[i].to_f32());
-    (0..rows * dim).map(|i| bf16::from_f32(x[i].to_f32() + sum(i))).collect()
+    (0..rows * dim).map(|i| x[i].to_f32() * 1.37 + bf16::from_f32(sum(i)).to_f32()).collect()
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn all_algorithms_give_the_hosts_sums() {
         let want = expected(n, rows, dim);
         for (rank, result) in results.into_iter().enumerate() {
             for (i, x) in result.unwrap().iter().enumerate() {
-                let bits = |v: &[bf16]| v.iter().map(|b| b.to_bits()).collect::<Vec<_>>();
+                let bits = |v: &[f32]| v.iter().map(|b| b.to_bits()).collect::<Vec<_>>();
                 assert_eq!(bits(x), bits(&want), "{n} ranks, {rows} x {dim}, rank {rank}, result {i}");
             }
         }
