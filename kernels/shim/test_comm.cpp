@@ -156,7 +156,7 @@ static void mixed(int n, int length) {
       const int words = below(2) ? 1 + below(16) : 60 + below(80), blocks = 1 + below(2);
       exchanges.push_back(std::make_unique<Exchange>(n, words, below(2), blocks));
       Exchange& e = *exchanges.back();
-      for (int r = 0; r < n; r++) launches.add(r, "exchange_words", blocks, threads, ExchangeParams{world.ranks(r, i), e.value[r].data(), words, e.op});
+      for (int r = 0; r < n; r++) launches.add(r, "exchange_words", blocks, threads, ExchangeParams{world.ranks(r, i), e.value[r].data(), nullptr, words, e.op});
       story += " exchange " + std::to_string(words) + "/" + std::to_string(blocks);
     } else {
       const char* kernel[] = {"all_reduce_push", "all_reduce_pull", "all_reduce_two_shot"};
@@ -222,7 +222,7 @@ static void missing() {
         for (int r = 0; r < 3; r++) {
           if (dead && r == 1) continue;
           const std::string name = std::string(kernels[kind]) + (dead ? "" : "_faulty");
-          if (kind == 3) launches.add(r, name, 1, 32, ExchangeParams{world.ranks(r, 40 + twice), e.value[r].data(), 5, e.op});
+          if (kind == 3) launches.add(r, name, 1, 32, ExchangeParams{world.ranks(r, 40 + twice), e.value[r].data(), nullptr, 5, e.op});
           else launches.add(r, name, 1, 32, a.params(r, world.ranks(r, 40 + twice)));
         }
       cpu::run_together(launches.of_rank);
