@@ -158,8 +158,8 @@ fn ranks_speculate_without_a_change() {
     tiny8().set("vocab_size", 512).set("num_hidden_layers", 3).write(dir.path());
     let (config, weights) = model(dir.path());
     for count in [2, 8] {
-        let setup = ranks::setup(one_more_gpu, dir.path(), count, Some(tiny_llama_drafter(&config, &weights, true)), 256);
-        let mut conductor = Conductor::new(setup, one_more_gpu().unwrap(), &mut |_, _| {}).unwrap();
+        let setup = ranks::setup(one_more_gpu, gpus(), dir.path(), count, Some(tiny_llama_drafter(&config, &weights, true)), 256);
+        let mut conductor = Conductor::new(setup, one_more_gpu(0).unwrap(), &mut |_, _| {}).unwrap();
         let ids = || token_ids(256, 512);
         hold_on_ranks(&format!("{count} ranks"), &mut conductor, ids, |m, ids| check::speculation(m, ids, 60, true));
     }
@@ -501,15 +501,20 @@ fn smollm2_cycle_has_no_gap() {
 
 /// Ranks that share the GPU of `gpu()`.
 fn conductor(dir: &Path, count: usize, context: usize, algorithm: Option<Algorithm>) -> Conductor {
-    let mut setup = ranks::setup(one_more_gpu, dir, count, None, context);
+    let mut setup = ranks::setup(one_more_gpu, gpus(), dir, count, None, context);
     setup.collectives.algorithm = algorithm;
-    Conductor::new(setup, one_more_gpu().unwrap(), &mut |_, _| {}).unwrap()
+    Conductor::new(setup, one_more_gpu(0).unwrap(), &mut |_, _| {}).unwrap()
 }
 
-fn one_more_gpu() -> anyhow::Result<Gpu> {
+/// GPUs that ranks are spread over: $VOLLEY_GPUS, else one.
+fn gpus() -> usize {
+    std::env::var("VOLLEY_GPUS").map_or(1, |n| n.parse().expect("VOLLEY_GPUS is a number"))
+}
+
+fn one_more_gpu(ordinal: usize) -> anyhow::Result<Gpu> {
     match std::env::var_os("VOLLEY_SHIM") {
         Some(library) => Ok(Gpu::new(Rc::new(Shim::open(Path::new(&library)).unwrap()))),
-        None => volley::gpu::open(0),
+        None => volley::gpu::open(ordinal),
     }
 }
 

@@ -106,7 +106,7 @@ fn shim() -> Gpu {
 }
 
 fn setup(dir: &Path, count: usize) -> Setup {
-    ranks::setup(|| Ok(shim()), dir, count, None, 200)
+    ranks::setup(|_| Ok(shim()), 1, dir, count, None, 200)
 }
 
 fn conductor(dir: &Path, count: usize) -> Conductor {

@@ -503,7 +503,7 @@ impl Machine {
             };
             observe(step, &numbers, buffer.dim);
         }
-        Ok(())
+        self.check_link()
     }
 
     /// For checks: the drafter behind the passes before, one launch at a time: `observe` sees the number of each draft, from 1, and its logits, and
