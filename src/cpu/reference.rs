@@ -12,6 +12,7 @@ use crate::model::config::{Config, Rope};
 use crate::model::draft::DraftModel;
 use crate::model::plan::{self, Attention, BufferId, BufferKind, Epilogue, Input, Linear, Owner, Pass, Plan, Ranks, Step, Storage, Tokens};
 use crate::model::plan::{FEATURE_ROWS, MAX_WIDTH};
+use crate::model::quant::check_scales;
 use crate::model::weights::{Weight, WeightId, Weights};
 use anyhow::{bail, Context, Result};
 use rayon::prelude::*;
@@ -31,16 +32,16 @@ pub const STORAGE: Storage = Storage { weight: 2, kv: 4 };
 pub struct Reference {
     config: Config,
     context: usize,
-    weights: Weights,
-    drafter: Option<DraftState>,
+    pub(super) weights: Weights,
+    pub(super) drafter: Option<DraftState>,
     ngram: bool,
     /// Norm weights and biases as f32.
-    vectors: BTreeMap<WeightId, Vec<f32>>,
+    pub(super) vectors: BTreeMap<WeightId, Vec<f32>>,
     plans: BTreeMap<Pass, Rc<Plan>>,
     /// Activations by buffer name, [rows, dim] of the widest plan so far. Features are a ring of FEATURE_ROWS rows by position.
-    buffers: BTreeMap<&'static str, Vec<f32>>,
-    cache: Cache,
-    rotary: Rotary,
+    pub(super) buffers: BTreeMap<&'static str, Vec<f32>>,
+    pub(super) cache: Cache,
+    pub(super) rotary: Rotary,
     sequence: Option<Sequence>,
     /// Drafts for the next verify pass.
     drafts: Vec<u32>,
@@ -50,16 +51,16 @@ pub struct Reference {
 }
 
 /// The drafter's side: its cache holds rows 0 .. length, one behind nothing or several behind the target's.
-struct DraftState {
+pub(super) struct DraftState {
     shape: plan::Drafter,
     /// Draft id to target id; None: the same ids.
     map: Option<Vec<u32>>,
-    cache: Cache,
-    rotary: Rotary,
+    pub(super) cache: Cache,
+    pub(super) rotary: Rotary,
     length: usize,
 }
 
-struct Rotary {
+pub(super) struct Rotary {
     inverse_frequencies: Vec<f32>,
     factor: f32,
 }
@@ -70,7 +71,7 @@ impl Rotary {
     }
 
     /// Rotates pairs (i, i + dim/2) of one head by position * inverse frequency.
-    fn turn(&self, head: &mut [f32], position: usize) {
+    pub(super) fn turn(&self, head: &mut [f32], position: usize) {
         let half = head.len() / 2;
         for (i, f) in self.inverse_frequencies.iter().enumerate() {
             let (sin, cos) = (position as f32 * f).sin_cos();
@@ -82,9 +83,9 @@ impl Rotary {
     }
 }
 
-/// Keys and values, [layer][kv head][position][head_dim] each.
-struct Cache {
-    keys: Vec<f32>,
+/// Keys and values, [layer][kv head][position][head_dim] each; no values with latent attention.
+pub(super) struct Cache {
+    pub(super) keys: Vec<f32>,
     values: Vec<f32>,
     n_kv_heads: usize,
     capacity: usize,
@@ -93,31 +94,31 @@ struct Cache {
 
 impl Cache {
     fn new(kv: plan::KvLayout, capacity: usize) -> Cache {
-        let numbers = kv.n_layers * kv.n_kv_heads * capacity * kv.head_dim;
-        Cache { keys: vec![0.0; numbers], values: vec![0.0; numbers], n_kv_heads: kv.n_kv_heads, capacity, head_dim: kv.head_dim }
+        let rows = kv.n_layers * kv.n_kv_heads * capacity;
+        Cache { keys: vec![0.0; rows * kv.head_dim], values: vec![0.0; rows * kv.value_dim], n_kv_heads: kv.n_kv_heads, capacity, head_dim: kv.head_dim }
     }
 
     /// Start of one head's rows.
-    fn at(&self, layer: usize, head: usize) -> usize {
+    pub(super) fn at(&self, layer: usize, head: usize) -> usize {
         (layer * self.n_kv_heads + head) * self.capacity * self.head_dim
     }
 }
 
 /// The rows of one execution: `tokens[i]` stands at `position + i`.
 #[derive(Clone, Copy)]
-struct Rows<'a> {
+pub(super) struct Rows<'a> {
     tokens: &'a [u32],
     position: usize,
 }
 
 impl Rows<'_> {
     /// Rows a step works on when its output buffer has `most`: the one-row steps of a draft pass have one.
-    fn count(&self, most: usize) -> usize {
+    pub(super) fn count(&self, most: usize) -> usize {
         self.tokens.len().min(most)
     }
 
     /// Position of row 0 of a step.
-    fn start(&self, tokens: Tokens) -> usize {
+    pub(super) fn start(&self, tokens: Tokens) -> usize {
         match tokens {
             Tokens::Pass | Tokens::Next => self.position,
             Tokens::Draft(n) => self.position + self.tokens.len() - 1 + n,
@@ -142,7 +143,8 @@ impl Reference {
         };
         let vectors =
             weights.iter().filter(|(_, w)| w.cols == 1).map(|(id, w)| Ok((id, floats(w)?))).collect::<Result<BTreeMap<_, _>>>()?;
-        let rotary = Rotary::new(&config.rope, config.head_dim);
+        check_scales(&weights)?;
+        let rotary = Rotary::new(&config.rope, config.rope_dim());
         let mut reference = Reference {
             config,
             context,
@@ -208,6 +210,27 @@ impl Reference {
                     self.attention(&plan, attention, rows);
                     attention.out
                 }
+                Step::LatentQuery(a) => {
+                    self.latent_query(&plan, a, rows)?;
+                    a.absorbed
+                }
+                Step::LatentAttend(a) => {
+                    self.latent_attend(&plan, a, rows);
+                    a.attended
+                }
+                Step::LatentValue(a) => {
+                    self.latent_value(&plan, a, rows)?;
+                    a.out
+                }
+                Step::Router(router) => {
+                    self.route(&plan, router, rows)?;
+                    router.routes
+                }
+                Step::ExpertsUp(mixture) => {
+                    self.experts_up(&plan, mixture, rows)?;
+                    mixture.act
+                }
+                Step::ExpertsDown(mixture) => self.experts_down(&plan, mixture, rows)?,
                 Step::Norm { x, weight, out, dim } => {
                     self.norm(&plan, *x, *weight, *out, *dim, rows);
                     *out
@@ -240,7 +263,8 @@ impl Reference {
         &self.buffers["logits"][..rows * self.config.vocab]
     }
 
-    /// Keys then values of one layer and KV head for positions `0 .. length`, [length, head_dim] each.
+    /// Keys then values of one layer and KV head for positions `0 .. length`, [length, head_dim] each; with latent attention the rows of the
+    /// cache, and no values.
     pub fn kv(&self, owner: Owner, layer: usize, head: usize, length: usize) -> (&[f32], &[f32]) {
         let cache = match owner {
             Owner::Target => &self.cache,
@@ -248,7 +272,7 @@ impl Reference {
         };
         let at = cache.at(layer, head);
         let n = length * cache.head_dim;
-        (&cache.keys[at..at + n], &cache.values[at..at + n])
+        (&cache.keys[at..at + n], if cache.values.is_empty() { &[] } else { &cache.values[at..at + n] })
     }
 
     /// Rows in a model's cache: those of the target's sequence, or those that the drafter has made of them so far.
@@ -276,7 +300,7 @@ impl Reference {
         self.buffers.get_mut("features").expect("a drafter is loaded")
     }
 
-    fn buffer_mut(&mut self, plan: &Plan, id: BufferId) -> &mut [f32] {
+    pub(super) fn buffer_mut(&mut self, plan: &Plan, id: BufferId) -> &mut [f32] {
         self.buffers.get_mut(plan.buffer(id).name).expect("buffers of a plan exist")
     }
 
@@ -332,7 +356,7 @@ impl Reference {
     }
 
     /// x * norm weight, and 1/rms of each row (1 without a norm).
-    fn scaled_input(&self, plan: &Plan, input: &Input, rows: Rows, n: usize) -> Scaled {
+    pub(super) fn scaled_input(&self, plan: &Plan, input: &Input, rows: Rows, n: usize) -> Scaled {
         let buffer = plan.buffer(input.x);
         let all = &self.buffers[buffer.name];
         let weight = input.norm.map(|id| &self.vectors[&id]);
@@ -344,7 +368,7 @@ impl Reference {
             match weight {
                 None => x.extend_from_slice(row),
                 Some(weight) => {
-                    *inv = 1.0 / (dot::sum_of_squares(row) / input.dim as f32 + plan.norm_eps).sqrt();
+                    *inv = 1.0 / (dot::sum_of_squares(row) / input.dim as f32 + plan.eps(input.norm.expect("a weight of one"))).sqrt();
                     x.extend(row.iter().zip(weight).map(|(x, w)| x * w));
                 }
             }
@@ -364,9 +388,16 @@ impl Reference {
         // [n, rows]: one weight row meets every token while it is in the cache.
         let mut sums = vec![0.0f32; linear.n * rows];
         let mut first = 0;
-        for (part, &n) in weight.parts.iter().zip(&weight.rows) {
-            let numbers = Numbers::of(part)?;
-            products(&numbers, &inputs, rows, &mut sums[first * rows..(first + n) * rows]);
+        for (part, &n) in weight.rows.iter().enumerate() {
+            let numbers = Numbers::of_part(weight, part)?;
+            let sums = &mut sums[first * rows..(first + n) * rows];
+            products(&numbers, &inputs, rows, sums);
+            if weight.rope[part] > 0 {
+                let stored = sums.to_vec();
+                for (row, sums) in sums.chunks_exact_mut(rows).enumerate() {
+                    sums.copy_from_slice(&stored[weight.rope_order(part, row) * rows..][..rows]);
+                }
+            }
             first += n;
         }
         if let Some(id) = linear.bias {
@@ -448,7 +479,7 @@ impl Reference {
             let q = &qkv[r * width + head * dim..][..dim];
             let at = cache.at(a.layer, head / group);
             let n = (position + r + 1) * dim;
-            attend(q, &cache.keys[at..at + n], &cache.values[at..at + n], out);
+            attend(q, 1.0 / (dim as f32).sqrt(), &cache.keys[at..at + n], &cache.values[at..at + n], dim, out);
         });
     }
 
@@ -511,14 +542,14 @@ impl Reference {
 }
 
 /// An input of a linear layer with its norm weight multiplied in.
-struct Scaled {
-    x: Vec<f32>,   // [rows, dim]
-    inv: Vec<f32>, // [rows]
-    dim: usize,
+pub(super) struct Scaled {
+    pub(super) x: Vec<f32>,   // [rows, dim]
+    pub(super) inv: Vec<f32>, // [rows]
+    pub(super) dim: usize,
 }
 
 /// sums [n, rows] = weight [n, k] x inputs, in parallel over weight rows.
-fn products(weight: &Numbers, inputs: &[Scaled], rows: usize, sums: &mut [f32]) {
+pub(super) fn products(weight: &Numbers, inputs: &[Scaled], rows: usize, sums: &mut [f32]) {
     const BLOCK: usize = 32; // weight rows of one task
     let k: usize = inputs.iter().map(|i| i.dim).sum();
     sums.par_chunks_mut(BLOCK * rows).enumerate().for_each(|(block, sums)| {
@@ -532,13 +563,12 @@ fn products(weight: &Numbers, inputs: &[Scaled], rows: usize, sums: &mut [f32]) 
     });
 }
 
-/// Softmax attention of one query over `keys` and `values` ([positions, dim]), chunk by chunk.
-fn attend(q: &[f32], keys: &[f32], values: &[f32], out: &mut [f32]) {
+/// Softmax attention of one query over `keys` [positions, dim] and the values, the first numbers of rows of `stride`, chunk by chunk.
+pub(super) fn attend(q: &[f32], scale: f32, keys: &[f32], values: &[f32], stride: usize, out: &mut [f32]) {
     let dim = q.len();
-    let scale = 1.0 / (dim as f32).sqrt();
     let positions = keys.len() / dim;
     let (mut max, mut sum) = (f32::NEG_INFINITY, 0.0);
-    let mut chunk_out = vec![0.0; dim];
+    let mut chunk_out = vec![0.0; out.len()];
     let mut start = 0;
     out.fill(0.0);
     while start < positions {
@@ -550,7 +580,7 @@ fn attend(q: &[f32], keys: &[f32], values: &[f32], out: &mut [f32]) {
         for (p, score) in (start..end).zip(scores) {
             let weight = (score - chunk_max).exp();
             chunk_sum += weight;
-            chunk_out.iter_mut().zip(&values[p * dim..]).for_each(|(o, v)| *o += weight * v);
+            chunk_out.iter_mut().zip(&values[p * stride..]).for_each(|(o, v)| *o += weight * v);
         }
         let new_max = chunk_max.max(max);
         let (old, new) = ((max - new_max).exp(), (chunk_max - new_max).exp());

@@ -270,6 +270,8 @@ pub fn norms(plan: &Plan) -> Norms {
                 writer.remove(out);
             }
             Step::Attention(_) | Step::Accept { .. } | Step::DraftToken { .. } => {}
+            // Refused when the machine is made.
+            Step::LatentQuery(_) | Step::LatentAttend(_) | Step::LatentValue(_) | Step::Router(_) | Step::ExpertsUp(_) | Step::ExpertsDown(_) => {}
         }
     }
     norms
@@ -407,6 +409,9 @@ impl Launcher<'_> {
             }
             Step::DraftToken { logits, vocab, draft } => self.draft_token(*logits, *vocab, *draft),
             Step::AllReduce { .. } | Step::Norm { .. } => bail!("no kernel for it yet"),
+            Step::LatentQuery(_) | Step::LatentAttend(_) | Step::LatentValue(_) | Step::Router(_) | Step::ExpertsUp(_) | Step::ExpertsDown(_) => {
+                bail!("no kernel for it yet")
+            }
         }
     }
 

@@ -11,7 +11,8 @@ use crate::decode::{Backend, Counters, End, Limits, Record, Sampling, StepTime, 
 use crate::error::{internal, machine};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
-use crate::model::plan::{self, BufferId, BufferKind, Epilogue, Pass, Plan, Ranks, Step, Storage, FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS};
+use crate::model::plan::{self, BufferId, BufferKind, Epilogue, Linear, Mixture, Pass, Plan, Ranks, Step, Storage};
+use crate::model::plan::{FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS};
 use crate::model::weights::{Role, Weight, WeightId};
 use anyhow::{bail, Context, Result};
 use bytemuck::Zeroable;
@@ -88,6 +89,14 @@ pub struct StartTimings {
 
 impl Machine {
     pub fn new(gpu: Gpu, config: Config, source: Source, mut options: Options, progress: &mut dyn FnMut(usize, usize)) -> Result<Machine> {
+        let unsupported = [
+            (config.latent.is_some(), "latent attention"),
+            (config.experts.is_some(), "experts"),
+            (config.quant.is_some(), "quantised weights"),
+        ];
+        if let Some((_, what)) = unsupported.iter().find(|(has, _)| *has) {
+            bail!("{}: the GPU backend has no kernels for {what} yet; use --device cpu", config.arch);
+        }
         let ranks = Ranks::ONE;
         let drafter = options.drafter.take();
         let taps = drafter.as_ref().map_or(&[][..], |d| &d.shape.taps);
@@ -532,8 +541,13 @@ fn output(step: &Step) -> Option<BufferId> {
     match step {
         Step::Embed { out, .. } | Step::Norm { out, .. } | Step::Select { out, .. } => Some(*out),
         Step::Attention(a) => Some(a.out),
+        Step::LatentQuery(a) => Some(a.absorbed),
+        Step::LatentAttend(a) => Some(a.attended),
+        Step::LatentValue(a) => Some(a.out),
+        Step::Router(r) => Some(r.routes),
+        Step::ExpertsUp(m) => Some(m.act),
         Step::AllReduce { x, .. } => Some(*x),
-        Step::Linear(l) => match l.epilogue {
+        Step::ExpertsDown(Mixture { epilogue, .. }) | Step::Linear(Linear { epilogue, .. }) => match *epilogue {
             Epilogue::Store { out } | Epilogue::SiluMul { out } | Epilogue::Partial { out } | Epilogue::Logits { out } => Some(out),
             Epilogue::Residual { x, .. } => Some(x),
         },

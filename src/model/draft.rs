@@ -4,6 +4,7 @@
 use super::checkpoint::{Checkpoint, Dtype, Read, Tensor};
 use super::config::{is_descriptive, is_neutral, parse_rope, Config, Keys, Rope};
 use super::plan::Drafter;
+use super::quant::Format;
 use super::weights::{claim_drafter, Facts, Role, Split, Table, Weight, WeightId, Weights};
 use anyhow::{anyhow, bail, ensure, Context, Error, Result};
 use serde_json::Value;
@@ -337,7 +338,11 @@ fn facts(d: &Drafter, vocab: usize, own_embed: bool, own_head: bool) -> Facts {
     Facts {
         arch: ARCH.into(),
         kind: "EAGLE-3 drafter with the flags of its config.json".into(),
-        n_layers: d.taps.len(),
+        layers: 0..d.taps.len(),
+        expert_layers: Vec::new(),
+        n_experts: 0,
+        format: Box::new(|_| Format::Plain),
+        scale_name: "",
         sizes: vec![
             ("hidden", d.hidden),
             ("n_heads", d.n_heads),
