@@ -95,7 +95,13 @@ pub(super) struct Cache {
 impl Cache {
     fn new(kv: plan::KvLayout, capacity: usize) -> Cache {
         let rows = kv.n_layers * kv.n_kv_heads * capacity;
-        Cache { keys: vec![0.0; rows * kv.head_dim], values: vec![0.0; rows * kv.value_dim], n_kv_heads: kv.n_kv_heads, capacity, head_dim: kv.head_dim }
+        Cache {
+            keys: vec![0.0; rows * kv.head_dim],
+            values: vec![0.0; rows * kv.value_dim],
+            n_kv_heads: kv.n_kv_heads,
+            capacity,
+            head_dim: kv.head_dim,
+        }
     }
 
     /// Start of one head's rows.

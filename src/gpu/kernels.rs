@@ -271,7 +271,12 @@ pub fn norms(plan: &Plan) -> Norms {
             }
             Step::Attention(_) | Step::Accept { .. } | Step::DraftToken { .. } => {}
             // Refused when the machine is made.
-            Step::LatentQuery(_) | Step::LatentAttend(_) | Step::LatentValue(_) | Step::Router(_) | Step::ExpertsUp(_) | Step::ExpertsDown(_) => {}
+            Step::LatentQuery(_)
+            | Step::LatentAttend(_)
+            | Step::LatentValue(_)
+            | Step::Router(_)
+            | Step::ExpertsUp(_)
+            | Step::ExpertsDown(_) => {}
         }
     }
     norms
@@ -409,7 +414,12 @@ impl Launcher<'_> {
             }
             Step::DraftToken { logits, vocab, draft } => self.draft_token(*logits, *vocab, *draft),
             Step::AllReduce { .. } | Step::Norm { .. } => bail!("no kernel for it yet"),
-            Step::LatentQuery(_) | Step::LatentAttend(_) | Step::LatentValue(_) | Step::Router(_) | Step::ExpertsUp(_) | Step::ExpertsDown(_) => {
+            Step::LatentQuery(_)
+            | Step::LatentAttend(_)
+            | Step::LatentValue(_)
+            | Step::Router(_)
+            | Step::ExpertsUp(_)
+            | Step::ExpertsDown(_) => {
                 bail!("no kernel for it yet")
             }
         }

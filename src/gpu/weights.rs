@@ -42,7 +42,12 @@ impl Layout {
                     layout.matrices.insert(*table, Matrix::new(vocab, &[*dim], false));
                 }
                 // Refused when the machine is made.
-                Step::LatentQuery(_) | Step::LatentAttend(_) | Step::LatentValue(_) | Step::Router(_) | Step::ExpertsUp(_) | Step::ExpertsDown(_) => {}
+                Step::LatentQuery(_)
+                | Step::LatentAttend(_)
+                | Step::LatentValue(_)
+                | Step::Router(_)
+                | Step::ExpertsUp(_)
+                | Step::ExpertsDown(_) => {}
                 Step::AllReduce { .. } | Step::Select { .. } | Step::Accept { .. } | Step::DraftToken { .. } => {}
             }
         }

@@ -478,9 +478,7 @@ fn parse_family(keys: &mut Keys) -> Result<Family> {
     });
     let mut families: Vec<Family> = families.collect();
     if families.is_empty() {
-        let Some(found) = architectures.or(model_type) else {
-            bail!("config.json: expected architectures or model_type, found neither")
-        };
+        let Some(found) = architectures.or(model_type) else { bail!("config.json: expected architectures or model_type, found neither") };
         bail!("config.json: expected an architecture of {}, found {found}", known());
     }
     // Kimi-K2 calls itself by DeepSeek's architecture.

@@ -584,7 +584,14 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
         let norm = d.norm_before_fc.then(|| id(Role::FcInputNorm));
         vec![Input { x: features, dim: d.taps.len() * d.target_hidden, column: 0, norm }]
     };
-    p.steps.push(Step::Linear(Linear { weight: id(Role::Fc), format: Format::Plain, bias: None, inputs, n: d.hidden, epilogue: Epilogue::Store { out: f } }));
+    p.steps.push(Step::Linear(Linear {
+        weight: id(Role::Fc),
+        format: Format::Plain,
+        bias: None,
+        inputs,
+        n: d.hidden,
+        epilogue: Epilogue::Store { out: f },
+    }));
     let x = p.drafter_layer(d, Tokens::Next, f);
     if drafts > 0 {
         p.rows = 1;
@@ -604,7 +611,14 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
                 input = Input { x: normed, dim: d.hidden, column: 0, norm: None };
             }
             let epilogue = Epilogue::Logits { out: logits };
-            p.steps.push(Step::Linear(Linear { weight: id(Role::DraftHead), format: Format::Plain, bias: None, inputs: vec![input], n: d.vocab, epilogue }));
+            p.steps.push(Step::Linear(Linear {
+                weight: id(Role::DraftHead),
+                format: Format::Plain,
+                bias: None,
+                inputs: vec![input],
+                n: d.vocab,
+                epilogue,
+            }));
             p.steps.push(Step::DraftToken { logits, vocab: d.vocab, draft });
         }
     }
@@ -886,10 +900,17 @@ impl fmt::Display for Plan {
                 }
                 Step::Router(r) => {
                     let norm = r.input.norm.map_or(String::new(), |norm| format!(", {norm}"));
-                    format!("{} of {} experts x norm({}{norm}) -> {}", r.routing.top_k, r.routing.n_experts, name(r.input.x), name(r.routes))
+                    format!(
+                        "{} of {} experts x norm({}{norm}) -> {}",
+                        r.routing.top_k,
+                        r.routing.n_experts,
+                        name(r.input.x),
+                        name(r.routes)
+                    )
                 }
                 Step::ExpertsUp(m) => {
-                    let shared = if m.shared.is_some() { format!(" and a shared [{}, {}]", 2 * m.shared_dim(), m.input.dim) } else { String::new() };
+                    let shared =
+                        if m.shared.is_some() { format!(" and a shared [{}, {}]", 2 * m.shared_dim(), m.input.dim) } else { String::new() };
                     let sizes = format!("{} of {} x [{}, {}] {}", m.top_k, m.n_experts, 2 * m.expert_dim, m.input.dim, m.format);
                     format!("{sizes}{shared} x norm({}): silu*up -> {}", name(m.input.x), name(m.act))
                 }

@@ -104,7 +104,11 @@ const KINDS: [(Kind, &[&str]); 5] = [
     ),
     (
         Kind::Shared,
-        &["model.layers.1.mlp.shared_experts.gate_proj", "model.layers.1.mlp.shared_experts.up_proj", "model.layers.1.mlp.shared_experts.down_proj"],
+        &[
+            "model.layers.1.mlp.shared_experts.gate_proj",
+            "model.layers.1.mlp.shared_experts.up_proj",
+            "model.layers.1.mlp.shared_experts.down_proj",
+        ],
     ),
     (Kind::Head, &["lm_head"]),
 ];
@@ -136,7 +140,11 @@ impl Quant {
             Role::Head => Kind::Head,
             _ => return Format::Plain,
         };
-        if self.plain.contains(&kind) { Format::Plain } else { self.format }
+        if self.plain.contains(&kind) {
+            Format::Plain
+        } else {
+            self.format
+        }
     }
 }
 
@@ -185,7 +193,8 @@ fn parse_compressed(keys: &mut Keys) -> Result<Quant> {
     if let Some(value) = group.take("output_activations") {
         bail!("{}output_activations: expected null, found {value}: not supported", group.path);
     }
-    let weights = group.take("weights").with_context(|| format!("{}weights: expected how weights are quantised, found none", group.path))?;
+    let weights =
+        group.take("weights").with_context(|| format!("{}weights: expected how weights are quantised, found none", group.path))?;
     let mut weights = object(&group.path, "weights.", weights)?;
     let format = match format.as_ref().and_then(Value::as_str) {
         Some("pack-quantized") => {

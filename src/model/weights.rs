@@ -384,9 +384,8 @@ impl Weight {
             Some(head * self.unit..(head + 1) * self.unit)
         };
         let most = self.rows.iter().max()?;
-        let whole = |range: &Range<usize>, block: usize, len: usize| {
-            range.start % block == 0 && (range.end % block == 0 || range.end == len)
-        };
+        let whole =
+            |range: &Range<usize>, block: usize, len: usize| range.start % block == 0 && (range.end % block == 0 || range.end == len);
         let slice = |rows: &usize| {
             let (all_rows, all_cols) = (0..*rows, 0..self.cols);
             let slice = match self.split {
@@ -396,9 +395,8 @@ impl Weight {
                 Split::Heads if rows < most => Slice { rows: even(*rows).or_else(|| replicated(*rows))?, cols: all_cols },
                 Split::Heads => Slice { rows: even(*rows)?, cols: all_cols },
             };
-            let cuts_none = |block: Block| {
-                whole(&slice.rows, block.rows, *rows) && block.cols.is_none_or(|cols| whole(&slice.cols, cols, self.cols))
-            };
+            let cuts_none =
+                |block: Block| whole(&slice.rows, block.rows, *rows) && block.cols.is_none_or(|cols| whole(&slice.cols, cols, self.cols));
             self.format.block().is_none_or(cuts_none).then_some(slice)
         };
         self.rows.iter().map(slice).collect()
