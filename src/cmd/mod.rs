@@ -197,6 +197,7 @@ impl Model {
             }
             tell(format_args!("model: {} ({}), {stored}", dir.display(), config.arch));
             tell(format_args!("rope: {}", config.rope));
+            weights.iter().filter_map(|w| w.quantised()).for_each(|quantised| tell(format_args!("weights: {quantised}")));
             weights.iter().flat_map(|w| &w.notes).for_each(|note| tell(format_args!("weights: {note}")));
             let capped = if options.context.is_none() && context < config.context { " (-c raises it)" } else { "" };
             let kv = shown_bytes(context as u64 * row_bytes);
