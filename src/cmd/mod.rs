@@ -129,6 +129,11 @@ impl Session {
                 None => end_ids.push((eos, "tokenizer_config.json".into())),
             }
         }
+        for &end in tokenizer.end_ids() {
+            if end_ids.iter().all(|(id, _)| *id != end) {
+                end_ids.push((end, "the tokenizer's kind".into()));
+            }
+        }
         if let Some((id, source)) = end_ids.iter().find(|(id, _)| *id as usize >= model.config.vocab) {
             bail!("end token {id} of {source}: the model has ids 0 to {}", model.config.vocab - 1);
         }
