@@ -350,3 +350,99 @@ struct CopyParams {
   int to_mask;
 };
 static_assert(sizeof(CopyParams) == 56, "twin in Rust");
+
+// ---- moe.cu ----
+enum Format : int { kFormatBf16 = 0, kFormatFp8 = 1, kFormatInt4 = 2 };
+enum { ROUTE_ROWS = 16, ROUTE_TOP_K = 8, ROUTE_DISTINCT = ROUTE_ROWS * ROUTE_TOP_K, ROUTE_EXPERTS = 512 };
+// The experts that the rows of a pass use; device memory, written by route.
+struct alignas(16) Routes {
+  int n_distinct;
+  int pad[3];
+  int expert[ROUTE_DISTINCT];                        // ascending
+  signed char slot[ROUTE_DISTINCT][ROUTE_ROWS];      // of distinct expert j in row m: which of the row's experts, ascending, it is; -1: the row does not use it
+  float weight[ROUTE_DISTINCT][ROUTE_ROWS];
+};
+static_assert(sizeof(Routes) == 16 + 128 * 4 + 128 * 16 + 128 * 16 * 4, "twin in Rust");
+
+// For route: one block of 512 threads.
+struct RouteParams {
+  const float* logits;   // [rows][stride]
+  const float* bias;     // [n_experts], added when experts are chosen, or null
+  Routes* routes;
+  int rows;              // at most ROUTE_ROWS
+  int stride;
+  int n_experts;         // at most ROUTE_EXPERTS
+  int top_k;             // at most ROUTE_TOP_K
+  int softmax;           // 1: scores are softmax over all experts, 0: sigmoid of each
+  int n_groups;          // at most 32; of which the best top_groups are kept
+  int top_groups;
+  int normalised;        // 1: the chosen weights are divided by their sum
+  float scale;           // of the weights
+  int pad;
+};
+static_assert(sizeof(RouteParams) == 64, "twin in Rust");
+
+// A matrix of each expert, one after the other, re-tiled as moe.cu says.
+struct ExpertMatrix {
+  const uint4* weights;
+  const uint4* scales;   // null for bf16
+  int n_tiles;           // of one expert; 0: there is none
+  int k;                 // multiple of 8
+};
+static_assert(sizeof(ExpertMatrix) == 24, "twin in Rust");
+// For experts_up_*: any number of blocks of 256 threads.
+struct ExpertsUpParams {
+  ExpertMatrix routed;   // tile i: gate rows 8i.. then up rows 8i..
+  ExpertMatrix shared;
+  const bf16* x;         // [rows][x_stride], normed (LinearParams)
+  const float* squares;  // [rows][k / 16]
+  const Routes* routes;
+  bf16* act;             // [rows][act_stride]: expert_dim of each slot, then shared_dim
+  int rows;              // at most 8 (m8) or 16
+  int x_stride;
+  int act_stride;
+  int top_k;
+  int expert_dim;        // multiple of 8
+  int shared_dim;
+  float eps;
+  int pad;
+};
+static_assert(sizeof(ExpertsUpParams) == 112, "twin in Rust");
+// For experts_down_*: any number of blocks of 256 threads.
+struct ExpertsDownParams {
+  ExpertMatrix routed;   // k is expert_dim
+  ExpertMatrix shared;
+  const bf16* act;       // as in ExpertsUpParams
+  const Routes* routes;
+  bf16* out;             // [rows][out_stride]
+  const bf16* residual;  // the same, may be out; or null: out is this rank's share
+  bf16* tap;             // as in LinearParams
+  const bf16* next_norm;
+  bf16* normed;
+  float* square_sums;    // [rows][n / 16]
+  int rows;
+  int act_stride;
+  int top_k;
+  int n;                 // outputs
+  int out_stride;
+  int tap_stride;
+};
+static_assert(sizeof(ExpertsDownParams) == 136, "twin in Rust");
+
+// For repack_quantised: codes [n_rows][code_stride bytes], four-bit ones as in compressed-tensors, scales [ceil(n_rows / block_rows)][scale_stride].
+struct RepackQuantisedParams {
+  const void* codes;
+  const void* scales;
+  uint4* weights;
+  uint4* tile_scales;
+  long long code_stride;
+  int format;            // kFormatFp8: blocks of a multiple of 8 rows and 32 columns; kFormatInt4: of one row and a multiple of 32 columns
+  int order;             // RowOrder
+  int n_rows;            // the rest of the tiles is padding
+  int k;
+  int scale_type;        // SourceType
+  int scale_stride;      // numbers
+  int block_rows;
+  int block_cols;
+};
+static_assert(sizeof(RepackQuantisedParams) == 72, "twin in Rust");

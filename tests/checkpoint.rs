@@ -705,6 +705,10 @@ fn every_row_of_the_table_is_used() {
         let drafter = DraftModel::open(dir.path(), &config, &target, Some(512), Read::Mmap).unwrap();
         used.extend(drafter.weights.iter().map(|(id, _)| ("eagle3".to_string(), id.role.to_string())));
     }
+    let drafts = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/draft");
+    let (config, _, target) = open(&drafts.join("target"), Read::Mmap).unwrap();
+    let latent = DraftModel::open(&drafts.join("latent"), &config, &target, None, Read::Mmap).unwrap();
+    used.extend(latent.weights.iter().map(|(id, _)| ("eagle3".to_string(), id.role.to_string())));
     for name in ["qwen3_moe", "deepseek_v3", "kimi_k25_int4"] {
         let (config, _, weights) = open(&tiny(name), Read::Mmap).unwrap();
         used.extend(weights.iter().map(|(id, _)| (config.arch.clone(), id.role.to_string())));

@@ -38,6 +38,8 @@ fn drafter() -> Drafter {
         norm_before_fc: false,
         fc_norm: false,
         norm_output: false,
+        latent: None,
+        mtp: None,
     }
 }
 

@@ -76,6 +76,8 @@ pub struct ModelOptions {
 pub struct Draft {
     /// An EAGLE-3 drafter.
     pub dir: Option<PathBuf>,
+    /// The model's own layer for multi-token prediction.
+    pub mtp: bool,
     /// Repetitions in prompt and answer.
     pub ngram: bool,
 }
@@ -164,14 +166,15 @@ impl Model {
         let config = Config::open(dir)?;
         let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
         let read = if options.no_mmap { Read::Plain } else { Read::Auto };
-        let (weights, stored) = if options.random {
-            (None, "random weights".to_string())
-        } else {
-            let checkpoint = Checkpoint::open(dir, read)?;
-            (Some(weights::claim(&table, &config, &checkpoint)?), checkpoint.to_string())
-        };
+        let checkpoint = if options.random { None } else { Some(Checkpoint::open(dir, read)?) };
+        let weights = checkpoint.as_ref().map(|checkpoint| weights::claim(&table, &config, checkpoint)).transpose()?;
+        let stored = checkpoint.as_ref().map_or("random weights".to_string(), Checkpoint::to_string);
         let draft = options.draft.clone().unwrap_or_else(|| default_draft(dir, !options.random));
         let drafter = match (&draft.dir, &weights) {
+            (None, _) if draft.mtp => {
+                let checkpoint = checkpoint.as_ref().context("--draft mtp: random weights have no drafter; use --draft none")?;
+                Some(DraftModel::mtp(&table, &config, checkpoint)?)
+            }
             (Some(dir), Some(weights)) => Some(DraftModel::open(dir, &config, weights, tokens, read)?),
             (Some(_), None) => bail!("--draft: random weights have no drafter; use --draft none"),
             (None, _) => None,
@@ -297,7 +300,7 @@ fn model_dir(options: &ModelOptions) -> Result<PathBuf> {
 /// The drafter that lies beside the model, by its name.
 fn default_draft(dir: &Path, drafts: bool) -> Draft {
     let beside = dir.file_name().map(|name| dir.with_file_name(format!("{}-eagle3", name.to_string_lossy())));
-    Draft { dir: beside.filter(|dir| drafts && dir.is_dir()), ngram: false }
+    Draft { dir: beside.filter(|dir| drafts && dir.is_dir()), mtp: false, ngram: false }
 }
 
 /// Tokens of the context: what was asked for, else the model's as far as `most_kv` bytes go; `row_bytes` is one token in the KV

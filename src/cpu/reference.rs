@@ -143,7 +143,7 @@ impl Reference {
             Some(d) => {
                 let kv = plan::drafter(&d.shape, Pass::DraftPrefill { rows: PREFILL_ROWS }, Ranks::ONE)?.kv;
                 weights.add(d.weights);
-                let rotary = Rotary::new(&d.rope, d.shape.head_dim);
+                let rotary = Rotary::new(&d.rope, d.shape.rope_dim());
                 Some(DraftState { shape: d.shape, map: d.map, cache: Cache::new(kv, capacity), rotary, length: 0 })
             }
         };

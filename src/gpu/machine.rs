@@ -526,7 +526,13 @@ fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>) -> Ve
 /// What the kernels do not do yet is refused by name.
 fn check_drafter(drafter: &DraftModel) -> Result<()> {
     let s = &drafter.shape;
-    let flag = [(s.norm_before_residual, "norm_before_residual"), (s.fc_norm, "fc_norm"), (s.norm_output, "norm_output")];
+    let flag = [
+        (s.mtp.is_some(), "multi-token prediction"),
+        (s.latent.is_some(), "latent attention"),
+        (s.norm_before_residual, "norm_before_residual"),
+        (s.fc_norm, "fc_norm"),
+        (s.norm_output, "norm_output"),
+    ];
     if let Some((_, name)) = flag.iter().find(|(on, _)| *on) {
         bail!("drafter {}: {name} runs on the CPU backend only; use --device cpu or --draft none", drafter.name);
     }

@@ -174,11 +174,7 @@ impl Config {
 
     /// What scores of latent attention are multiplied by: YaRN makes the softmax sharper, as in DeepSeek's own code.
     pub fn latent_scale(&self) -> f32 {
-        let sharper = match self.rope.scaling {
-            RopeScaling::Yarn { factor, mscale_all_dim: Some(mscale), .. } => magnitude(factor, mscale).powi(2),
-            _ => 1.0,
-        };
-        (sharper / (self.head_dim as f64).sqrt()) as f32
+        self.rope.latent_scale(self.head_dim)
     }
 
     pub fn has_experts(&self, layer: usize) -> bool {
@@ -222,6 +218,15 @@ impl Rope {
             }
         });
         frequencies.map(|f| f as f32).collect()
+    }
+
+    /// What scores of latent attention with queries of `head_dim` numbers are multiplied by.
+    pub fn latent_scale(&self, head_dim: usize) -> f32 {
+        let sharper = match self.scaling {
+            RopeScaling::Yarn { factor, mscale_all_dim: Some(mscale), .. } => magnitude(factor, mscale).powi(2),
+            _ => 1.0,
+        };
+        (sharper / (head_dim as f64).sqrt()) as f32
     }
 
     /// What cos and sin are multiplied by; 1 except for yarn.
@@ -493,7 +498,7 @@ fn parse_family(keys: &mut Keys) -> Result<Family> {
     }
 }
 
-fn parse_latent(keys: &mut Keys, n_heads: usize, n_kv_heads: usize) -> Result<Latent> {
+pub(super) fn parse_latent(keys: &mut Keys, n_heads: usize, n_kv_heads: usize) -> Result<Latent> {
     ensure!(
         n_kv_heads == n_heads,
         "config.json: num_key_value_heads: expected num_attention_heads = {n_heads} as attention is latent, found {n_kv_heads}"

@@ -409,7 +409,7 @@ impl Plan {
     /// What is added to the mean square before the root.
     pub fn eps(&self, norm: WeightId) -> f32 {
         match norm.role {
-            Role::QANorm | Role::KvANorm => LATENT_NORM_EPS,
+            Role::QANorm | Role::KvANorm | Role::DraftQANorm | Role::DraftKvANorm => LATENT_NORM_EPS,
             _ => self.norm_eps,
         }
     }
@@ -511,6 +511,17 @@ fn kv_layout(config: &Config, shard: Shard, n_layers: usize) -> KvLayout {
 type BufferNames = [&'static str; 9];
 const TARGET_BUFFERS: BufferNames = ["qkv", "latents", "q", "absorbed", "latent_attended", "attended", "act", "routes", "expert_act"];
 
+#[rustfmt::skip]
+const DRAFT_BUFFERS: BufferNames = [
+    "draft_qkv", "draft_latents", "draft_q", "draft_absorbed", "draft_latent_attended", "draft_attended", "draft_act", "draft_routes",
+    "draft_expert_act",
+];
+#[rustfmt::skip]
+const STEP_BUFFERS: BufferNames = [
+    "step_qkv", "step_latents", "step_q", "step_absorbed", "step_latent_attended", "step_attended", "step_act", "step_routes",
+    "step_expert_act",
+];
+
 /// What a decoder layer works in; those of the other kinds of layers are absent.
 struct LayerBuffers {
     qkv: Option<BufferId>,
@@ -557,6 +568,21 @@ pub struct Drafter {
     pub fc_norm: bool,
     /// The feature handed to the next draft step is the normalised one.
     pub norm_output: bool,
+    /// Latent attention and the scale of its scores; None is grouped-query attention.
+    pub latent: Option<(Latent, f32)>,
+    /// No EAGLE-3 drafter but the layer for multi-token prediction of this model, the target: what is about EAGLE-3 above does not count.
+    pub mtp: Option<Box<Config>>,
+}
+
+impl Drafter {
+    /// Numbers of a query and key that are rotated.
+    pub fn rope_dim(&self) -> usize {
+        match (&self.mtp, self.latent) {
+            (Some(config), _) => config.rope_dim(),
+            (None, Some((latent, _))) => latent.rope_dim,
+            (None, None) => self.head_dim,
+        }
+    }
 }
 
 /// The drafter's plan for `DraftPrefill` and `Draft`.
@@ -571,6 +597,9 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
     };
     if ranks.count > 1 {
         bail!("a drafter is replicated: its plan has one rank, not {}", ranks.count);
+    }
+    if let Some(config) = &d.mtp {
+        return mtp(config, pass, rows, drafts);
     }
     let id = |role| WeightId::new(role, None);
     let mut p = Builder::new(rows);
@@ -622,8 +651,78 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
             p.steps.push(Step::DraftToken { logits, vocab: d.vocab, draft });
         }
     }
-    let kv = KvLayout { n_layers: 1, n_kv_heads: d.n_kv_heads, head_dim: d.head_dim, value_dim: d.head_dim };
+    let kv = match d.latent {
+        None => KvLayout { n_layers: 1, n_kv_heads: d.n_kv_heads, head_dim: d.head_dim, value_dim: d.head_dim },
+        Some((latent, _)) => KvLayout { n_layers: 1, n_kv_heads: 1, head_dim: latent.row_dim(), value_dim: 0 },
+    };
     Ok(Plan { pass, ranks, buffers: p.buffers, kv, steps: p.steps, norm_eps: d.norm_eps })
+}
+
+/// A model's own layer for multi-token prediction (DeepSeek-V3, arXiv 2412.19437), as a drafter. Row i joins the token after target row i
+/// with the target's last hidden state there, normalised as for its head. The layer's output, normalised, is what the next draft starts from.
+fn mtp(config: &Config, pass: Pass, rows: usize, drafts: usize) -> Result<Plan> {
+    let layer = config.n_layers;
+    let id = |role| WeightId::new(role, Some(layer));
+    let of_target = |role| WeightId::new(role, None);
+    let (shard, dim) = (Shard::of(config, Ranks::ONE)?, config.hidden);
+    let mut p = Builder::new(rows);
+    let features = p.buffer("features", dim, BufferKind::Feature);
+    // One pair of (embedding of `tokens`, hidden state) a row through the layer; the one-row steps have buffers of their own.
+    let through_layer = |p: &mut Builder, tokens: Tokens, hidden: BufferId| {
+        let one = matches!(tokens, Tokens::Draft(_));
+        let name = |many, single| if one { single } else { many };
+        let e = p.buffer(name("draft_embedding", "step_embedding"), dim, BufferKind::Activation);
+        let x = p.buffer(name("draft_x", "step_x"), dim, BufferKind::Activation);
+        let buffers = p.layer_buffers(config, shard, if one { STEP_BUFFERS } else { DRAFT_BUFFERS });
+        p.steps.push(Step::Embed { table: of_target(Role::Embed), tokens, out: e, dim });
+        p.steps.push(Step::Linear(Linear {
+            weight: id(Role::MtpProj),
+            format: config.format(Role::MtpProj),
+            bias: None,
+            inputs: vec![
+                Input { x: e, dim, column: 0, norm: Some(id(Role::MtpEmbedNorm)) },
+                Input { x: hidden, dim, column: 0, norm: Some(id(Role::MtpHiddenNorm)) },
+            ],
+            n: dim,
+            epilogue: Epilogue::Store { out: x },
+        }));
+        p.decoder_layer(
+            config,
+            shard,
+            layer,
+            &buffers,
+            Place { owner: Owner::Drafter, cache_layer: 0, tokens, x, tap: None, partial: None },
+        );
+        x
+    };
+    let hidden = p.buffer("draft_feature", dim, BufferKind::Activation);
+    p.steps.push(Step::Norm { x: features, weight: of_target(Role::FinalNorm), out: hidden, dim });
+    let mut x = through_layer(&mut p, Tokens::Next, hidden);
+    if drafts > 0 {
+        p.rows = 1;
+        let logits = p.buffer("draft_logits", config.vocab, BufferKind::Logits);
+        let selected = p.buffer("draft_selected", dim, BufferKind::Activation);
+        let normed = p.buffer("draft_normed", dim, BufferKind::Activation);
+        p.steps.push(Step::Select { x, out: selected, dim });
+        x = selected;
+        for draft in 1..=drafts {
+            if draft > 1 {
+                x = through_layer(&mut p, Tokens::Draft(draft - 1), normed);
+            }
+            p.steps.push(Step::Norm { x, weight: id(Role::MtpNorm), out: normed, dim });
+            p.steps.push(Step::Linear(Linear {
+                weight: of_target(Role::Head),
+                format: config.format(Role::Head),
+                bias: None,
+                inputs: vec![Input { x: normed, dim, column: 0, norm: None }],
+                n: config.vocab,
+                epilogue: Epilogue::Logits { out: logits },
+            }));
+            p.steps.push(Step::DraftToken { logits, vocab: config.vocab, draft });
+        }
+    }
+    let kv = kv_layout(config, shard, 1);
+    Ok(Plan { pass, ranks: Ranks::ONE, buffers: p.buffers, kv, steps: p.steps, norm_eps: config.norm_eps })
 }
 
 struct Builder {
@@ -780,14 +879,17 @@ impl Builder {
         let one = matches!(tokens, Tokens::Draft(_));
         let name = |many: &'static str, single: &'static str| if one { single } else { many };
         let id = |role| WeightId::new(role, None);
-        let qkv_dim = (d.n_heads + 2 * d.n_kv_heads) * d.head_dim;
+        let (qkv_name, qkv_dim, attended_dim) = match d.latent {
+            None => (name("draft_qkv", "step_qkv"), (d.n_heads + 2 * d.n_kv_heads) * d.head_dim, d.n_heads * d.head_dim),
+            Some((latent, _)) => (name("draft_latents", "step_latents"), latent.q_rank + latent.row_dim(), d.n_heads * latent.v_dim),
+        };
         let e = self.buffer(name("draft_embedding", "step_embedding"), d.hidden, BufferKind::Activation);
-        let qkv = self.buffer(name("draft_qkv", "step_qkv"), qkv_dim, BufferKind::Activation);
-        let attended = self.buffer(name("draft_attended", "step_attended"), d.n_heads * d.head_dim, BufferKind::Activation);
+        let qkv = self.buffer(qkv_name, qkv_dim, BufferKind::Activation);
+        let attended = self.buffer(name("draft_attended", "step_attended"), attended_dim, BufferKind::Activation);
         let act = self.buffer(name("draft_act", "step_act"), d.ffn_dim, BufferKind::Activation);
         self.steps.push(Step::Embed { table: id(Role::DraftEmbed), tokens, out: e, dim: d.hidden });
         self.steps.push(Step::Linear(Linear {
-            weight: id(Role::DraftQkv),
+            weight: id(if d.latent.is_some() { Role::DraftQkvA } else { Role::DraftQkv }),
             format: Format::Plain,
             bias: d.qkv_bias.then(|| id(Role::DraftQkvBias)),
             inputs: vec![
@@ -804,28 +906,69 @@ impl Builder {
         } else {
             feature
         };
-        self.steps.push(Step::Attention(Attention {
-            owner: Owner::Drafter,
-            layer: 0,
-            tokens,
-            qkv,
-            out: attended,
-            q_norm: d.qk_norm.then(|| id(Role::DraftQNorm)),
-            k_norm: d.qk_norm.then(|| id(Role::DraftKNorm)),
-            n_heads: d.n_heads,
-            n_kv_heads: d.n_kv_heads,
-            head_dim: d.head_dim,
-        }));
+        if let Some((latent, scale)) = d.latent {
+            self.drafter_latent(d, tokens, [qkv, attended], latent, scale);
+        } else {
+            self.steps.push(Step::Attention(Attention {
+                owner: Owner::Drafter,
+                layer: 0,
+                tokens,
+                qkv,
+                out: attended,
+                q_norm: d.qk_norm.then(|| id(Role::DraftQNorm)),
+                k_norm: d.qk_norm.then(|| id(Role::DraftKNorm)),
+                n_heads: d.n_heads,
+                n_kv_heads: d.n_kv_heads,
+                head_dim: d.head_dim,
+            }));
+        }
         let linear = |weight, x: BufferId, dim, norm, n, epilogue| {
             let inputs = vec![Input { x, dim, column: 0, norm }];
             Step::Linear(Linear { weight: id(weight), format: Format::Plain, bias: None, inputs, n, epilogue })
         };
         let residual = || Epilogue::Residual { x, tap: None };
-        self.steps.push(linear(Role::DraftO, attended, d.n_heads * d.head_dim, None, d.hidden, residual()));
+        self.steps.push(linear(Role::DraftO, attended, attended_dim, None, d.hidden, residual()));
         let ffn_norm = Some(id(Role::DraftFfnNorm));
         self.steps.push(linear(Role::DraftGateUp, x, d.hidden, ffn_norm, 2 * d.ffn_dim, Epilogue::SiluMul { out: act }));
         self.steps.push(linear(Role::DraftDown, act, d.ffn_dim, None, d.hidden, residual()));
         x
+    }
+
+    /// From the latents of an EAGLE-3 drafter to what its heads attended to.
+    fn drafter_latent(&mut self, d: &Drafter, tokens: Tokens, [latents, out]: [BufferId; 2], dims: Latent, scale: f32) {
+        let id = |role| WeightId::new(role, None);
+        let one = matches!(tokens, Tokens::Draft(_));
+        let mut buffer = |many, single, dim| self.buffer(if one { single } else { many }, dim, BufferKind::Activation);
+        let q = buffer("draft_q", "step_q", d.n_heads * d.head_dim);
+        let absorbed = buffer("draft_absorbed", "step_absorbed", d.n_heads * dims.row_dim());
+        let attended = buffer("draft_latent_attended", "step_latent_attended", d.n_heads * dims.kv_rank);
+        self.steps.push(Step::Linear(Linear {
+            weight: id(Role::DraftQB),
+            format: Format::Plain,
+            bias: None,
+            inputs: vec![Input { x: latents, dim: dims.q_rank, column: 0, norm: Some(id(Role::DraftQANorm)) }],
+            n: d.n_heads * d.head_dim,
+            epilogue: Epilogue::Store { out: q },
+        }));
+        let attention = LatentAttention {
+            owner: Owner::Drafter,
+            layer: 0,
+            tokens,
+            latents,
+            q,
+            absorbed,
+            attended,
+            out,
+            kv_norm: id(Role::DraftKvANorm),
+            kv_b: id(Role::DraftKvB),
+            format: Format::Plain,
+            n_heads: d.n_heads,
+            dims,
+            scale,
+        };
+        self.steps.push(Step::LatentQuery(attention.clone()));
+        self.steps.push(Step::LatentAttend(attention.clone()));
+        self.steps.push(Step::LatentValue(attention));
     }
 
     /// A linear layer that ends in the residual stream: directly on one rank, through a sum over ranks on several.

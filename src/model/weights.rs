@@ -56,6 +56,11 @@ pub enum Role {
     FeatureNorm,
     DraftQkv,
     DraftQkvBias,
+    DraftQkvA,
+    DraftQANorm,
+    DraftKvANorm,
+    DraftQB,
+    DraftKvB,
     DraftQNorm,
     DraftKNorm,
     DraftO,
@@ -424,7 +429,7 @@ impl fmt::Display for Role {
     }
 }
 
-const ROLES: [(Role, &str); 46] = [
+const ROLES: [(Role, &str); 51] = [
     (Role::Embed, "embed"),
     (Role::FinalNorm, "final_norm"),
     (Role::Head, "head"),
@@ -463,6 +468,11 @@ const ROLES: [(Role, &str); 46] = [
     (Role::FeatureNorm, "feature_norm"),
     (Role::DraftQkv, "draft_qkv"),
     (Role::DraftQkvBias, "draft_qkv_bias"),
+    (Role::DraftQkvA, "draft_qkv_a"),
+    (Role::DraftQANorm, "draft_q_a_norm"),
+    (Role::DraftKvANorm, "draft_kv_a_norm"),
+    (Role::DraftQB, "draft_q_b"),
+    (Role::DraftKvB, "draft_kv_b"),
     (Role::DraftQNorm, "draft_q_norm"),
     (Role::DraftKNorm, "draft_k_norm"),
     (Role::DraftO, "draft_o"),
@@ -475,15 +485,16 @@ const ROLES: [(Role, &str); 46] = [
 
 /// What `rows`, `cols`, `unit` and `rope` may name: sizes of a model, and of a drafter besides.
 #[rustfmt::skip]
-const TERMS: [&str; 18] = [
+const TERMS: [&str; 19] = [
     "hidden", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-    "interleaved_dim", "v_head_dim", "n_experts", "expert_dim", "shared_dim", "features", "target_hidden", "draft_vocab",
+    "interleaved_dim", "v_head_dim", "n_experts", "expert_dim", "shared_dim", "features", "target_hidden", "draft_vocab", "attended",
 ];
 
 /// What `when` may name; "dense", "experts" and "shared_expert" are about a layer.
 #[rustfmt::skip]
-const CONDITIONS: [&str; 12] = [
+const CONDITIONS: [&str; 14] = [
     "qkv_bias", "o_bias", "mlp_bias", "untied", "dense", "experts", "shared_expert", "qk_norm", "norm_before_fc", "fc_norm", "own_embed", "own_head",
+    "grouped", "latent",
 ];
 
 #[derive(Default)]
