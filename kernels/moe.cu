@@ -28,6 +28,9 @@ template <> struct Unit<kFormatBf16> { uint4 w[8]; };
 template <> struct Unit<kFormatFp8> { uint4 w[4], s[2]; };
 template <> struct Unit<kFormatInt4> { uint4 w[2], s; };
 
+// Units of weights that a lane has in flight beside the one in use: more cost registers than there are.
+template <int kFormat, int kColumns> constexpr int kUnitsAhead = kFormat == kFormatInt4 && kColumns == 1 ? 2 : 1;
+
 struct Tile { const uint4* w; const uint4* s; int k_blocks, n_units; };   // at this tile's first unit
 template <int kFormat> __device__ __forceinline__ Tile tile_at(const ExpertMatrix& m, int expert, int tile) {
   const int k_blocks = k_blocks_of(m.k), n_units = (k_blocks + 3) / 4;
@@ -84,16 +87,16 @@ template <int kFormat> __device__ __forceinline__ float2 scales(const Unit<kForm
   }
 }
 
-// acc += the unit's products with the rows' columns; x[c] is this lane's 8 k of row 8c + g at the unit's first block, n_x[c] the blocks of it that exist.
+// acc += the unit's products with the rows' columns; from + x[c] is this lane's 8 k of row 8c + g at the unit's first block, n_x[c] the blocks of it that exist.
 template <int kFormat, int kColumns>
-__device__ __forceinline__ void add_unit(float (&acc)[kColumns][4], const Unit<kFormat>& u, const bf16* const (&x)[kColumns], const int (&n_x)[kColumns]) {
+__device__ __forceinline__ void add_unit(float (&acc)[kColumns][4], const Unit<kFormat>& u, const bf16* from, const int (&x)[kColumns], const int (&n_x)[kColumns]) {
 #pragma unroll
   for (int b = 0; b < 4; b++) {
     uint4 a[2];
     operands<kFormat>(u, b, a);
 #pragma unroll
     for (int c = 0; c < kColumns; c++) {
-      const uint4 in = b < n_x[c] ? load_activations(reinterpret_cast<const uint4*>(x[c] + b * 32)) : make_uint4(0, 0, 0, 0);
+      const uint4 in = b < n_x[c] ? load_activations(reinterpret_cast<const uint4*>(from + x[c] + b * 32)) : make_uint4(0, 0, 0, 0);
       if constexpr (kFormat == kFormatBf16) {
         mma_bf16(acc[c], a[0], in.x, in.y);
         mma_bf16(acc[c], a[1], in.z, in.w);
@@ -127,15 +130,15 @@ __device__ __forceinline__ float partial_of(const float4* tile_column, int threa
 template <int kFormat, int kColumns>
 __device__ __forceinline__ void up_tile(const ExpertsUpParams& p, const ExpertMatrix& matrix, int expert, int tile, int dim, const signed char* slots, int shared_slot,
                                         float4 (*partial)[kColumns][32], const float* inverse) {
-  constexpr int kAhead = kFormat == kFormatBf16 ? 1 : 2;
+  constexpr int kAhead = kUnitsAhead<kFormat, kColumns>;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const Tile weights = tile_at<kFormat>(matrix, expert, tile);
   const int segment_units = (weights.n_units + 31) / 32, n_segments = (weights.n_units + segment_units - 1) / segment_units;
   const int segments_a_warp = (n_segments + kWarps - 1) / kWarps, first = warp * segments_a_warp * segment_units;
   const int n_mine = min(segments_a_warp * segment_units, weights.n_units - first);
-  const bf16* x[kColumns];
+  int x[kColumns];
 #pragma unroll
-  for (int c = 0; c < kColumns; c++) x[c] = p.x + (size_t)min(c * 8 + g, p.rows - 1) * p.x_stride + first * kUnit + 8 * t;
+  for (int c = 0; c < kColumns; c++) x[c] = min(c * 8 + g, p.rows - 1) * p.x_stride + first * kUnit + 8 * t;
   Unit<kFormat> held[kAhead];
 #pragma unroll
   for (int u = 0; u < kAhead; u++) if (u < n_mine) load_unit<kFormat>(held[u], weights, first + u, lane);
@@ -150,7 +153,7 @@ __device__ __forceinline__ void up_tile(const ExpertsUpParams& p, const ExpertMa
       int n_x[kColumns];
 #pragma unroll
       for (int c = 0; c < kColumns; c++) n_x[c] = c * 8 + g < p.rows ? (matrix.k - unit * kUnit - 8 * t + 31) >> 5 : 0;
-      add_unit<kFormat, kColumns>(acc, held[u], x, n_x);
+      add_unit<kFormat, kColumns>(acc, held[u], p.x, x, n_x);
 #pragma unroll
       for (int c = 0; c < kColumns; c++) x[c] += kUnit;
       if (u0 + u + kAhead < n_mine) load_unit<kFormat>(held[u], weights, unit + kAhead, lane);
@@ -223,26 +226,31 @@ __device__ __forceinline__ void down_tile(const ExpertsDownParams& p, const Expe
                                           float (&acc)[kColumns][4]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const Tile weights = tile_at<kFormat>(matrix, expert, tile);
-  const bf16* x[kColumns];
-  bool uses[kColumns];
+  int x[kColumns], k_left[kColumns];   // of this lane, 0 where the row does not use the expert
 #pragma unroll
   for (int c = 0; c < kColumns; c++) {
     const int m = c * 8 + g, slot = m >= p.rows ? -1 : slots ? slots[m] : shared_slot;
-    uses[c] = slot >= 0;
-    x[c] = p.act + (size_t)min(m, p.rows - 1) * p.act_stride + max(slot, 0) * p.routed.k + 8 * t;
+    k_left[c] = slot >= 0 ? matrix.k - 8 * t + 31 : 0;
+    x[c] = min(m, p.rows - 1) * p.act_stride + max(slot, 0) * p.routed.k + 8 * t;
   }
-  Unit<kFormat> held;
-  load_unit<kFormat>(held, weights, 0, lane);
+  constexpr int kAhead = kUnitsAhead<kFormat, kColumns>;
+  Unit<kFormat> held[kAhead];
+#pragma unroll
+  for (int u = 0; u < kAhead; u++) if (u < weights.n_units) load_unit<kFormat>(held[u], weights, u, lane);
 #pragma unroll 1
-  for (int unit = 0; unit < weights.n_units; unit++) {
-    int n_x[kColumns];
+  for (int unit0 = 0; unit0 < weights.n_units; unit0 += kAhead) {
 #pragma unroll
-    for (int c = 0; c < kColumns; c++) n_x[c] = uses[c] ? (matrix.k - unit * kUnit - 8 * t + 31) >> 5 : 0;
-    const Unit<kFormat> now = held;
-    if (unit + 1 < weights.n_units) load_unit<kFormat>(held, weights, unit + 1, lane);
-    add_unit<kFormat, kColumns>(acc, now, x, n_x);
+    for (int u = 0; u < kAhead; u++) {
+      const int unit = unit0 + u;
+      if (unit >= weights.n_units) break;
+      int n_x[kColumns];
 #pragma unroll
-    for (int c = 0; c < kColumns; c++) x[c] += kUnit;
+      for (int c = 0; c < kColumns; c++) n_x[c] = k_left[c] >> 5;
+      add_unit<kFormat, kColumns>(acc, held[u], p.act, x, n_x);
+#pragma unroll
+      for (int c = 0; c < kColumns; c++) { x[c] += kUnit; k_left[c] -= kUnit; }
+      if (unit + kAhead < weights.n_units) load_unit<kFormat>(held[u], weights, unit + kAhead, lane);
+    }
   }
 }
 
@@ -259,10 +267,9 @@ template <int kFormat, int kShared, int kColumns> __device__ __forceinline__ voi
   pdl_wait();
   const Routes& routes = *p.routes;
   const int n_distinct = routes.n_distinct, n = n_distinct + has_shared;
-  const Output o = output_of(threadIdx.x);
+  // Of a thread that adds up: what it needs is made anew each time, so that the long loops keep none of it.
+  auto is_wanted = [&](int thread, int tile) { const Output o = output_of(thread); return thread < kColumns * 128 && o.m < p.rows && tile * 16 + o.n < p.n; };
   for (int tile = blockIdx.x; tile < p.routed.n_tiles; tile += gridDim.x) {
-    const int column = tile * 16 + o.n;
-    const bool stores = (int)threadIdx.x < kColumns * 128 && o.m < p.rows && column < p.n;
     float y = 0;
     for (int first = 0; first < n; first += kWarps) {
       const int j = first + warp;
@@ -274,10 +281,13 @@ template <int kFormat, int kShared, int kColumns> __device__ __forceinline__ voi
         for (int c = 0; c < kColumns; c++) partial[warp][c][slot_of(lane >> 2, lane & 3)] = make_float4(acc[c][0], acc[c][1], acc[c][2], acc[c][3]);
       }
       __syncthreads();
-      if (stores)
+      const int thread = thread_index_anew();
+      const Output o = output_of(thread);
+      if (is_wanted(thread, tile))
+#pragma unroll 1
         for (int w = 0; w < kWarps && first + w < n; w++) {
           const int e = first + w;
-          const float sum = partial_of(partial[w][threadIdx.x >> 7], threadIdx.x);
+          const float sum = partial_of(partial[w][thread >> 7], thread);
 #ifdef PLANT_WEIGHT_OF_ANOTHER_ROW
           if (e < n_distinct) { if (routes.slot[e][o.m] >= 0) y = __fmaf_rn(routes.weight[e][0], sum, y); }
 #else
@@ -288,6 +298,10 @@ template <int kFormat, int kShared, int kColumns> __device__ __forceinline__ voi
       __syncthreads();
     }
     float v = 0;
+    const int thread = thread_index_anew();
+    const Output o = output_of(thread);
+    const bool stores = is_wanted(thread, tile);
+    const int column = tile * 16 + o.n;
     const size_t at = (size_t)o.m * p.out_stride + column;
     if (stores) {
       if (p.residual) y = __fadd_rn(bf16_low(load_activation_bits(p.residual + at)), y);
@@ -297,11 +311,11 @@ template <int kFormat, int kShared, int kColumns> __device__ __forceinline__ voi
       v = __bfloat162float(rounded);
       if (p.next_norm) p.normed[at] = __float2bfloat16(__fmul_rn(v, __bfloat162float(p.next_norm[column])));
     }
-    if (p.next_norm && (int)threadIdx.x < kColumns * 128) {
+    if (p.next_norm && thread < kColumns * 128) {
       v = square(v);
 #pragma unroll
       for (int bit = 2; bit <= 16; bit *= 2) v = __fadd_rn(v, __shfl_xor_sync(0xffffffffu, v, bit));
-      if (stores && (threadIdx.x & 31) < 2) p.square_sums[(size_t)o.m * (p.n / 16) + tile] = v;
+      if (stores && (thread & 31) < 2) p.square_sums[(size_t)o.m * (p.n / 16) + tile] = v;
     }
   }
 }
@@ -453,10 +467,10 @@ __device__ __forceinline__ void repack_quantised_body(const RepackQuantisedParam
 
 // experts_<routed>_<shared>_m<most rows>: launched with min(items, a few blocks an SM); gridDim of experts_down at least that of its tiles or strided.
 #define EXPERTS(name, routed, shared)                                                                              \
-  KERNEL(experts_up_##name##_m8, ExpertsUpParams, kThreads, 3) { experts_up<routed, shared, 1>(p); }              \
-  KERNEL(experts_up_##name##_m16, ExpertsUpParams, kThreads, 3) { experts_up<routed, shared, 2>(p); }             \
-  KERNEL(experts_down_##name##_m8, ExpertsDownParams, kThreads, 3) { experts_down<routed, shared, 1>(p); }        \
-  KERNEL(experts_down_##name##_m16, ExpertsDownParams, kThreads, 3) { experts_down<routed, shared, 2>(p); }
+  KERNEL(experts_up_##name##_m8, ExpertsUpParams, kThreads, 2) { experts_up<routed, shared, 1>(p); }              \
+  KERNEL(experts_up_##name##_m16, ExpertsUpParams, kThreads, 2) { experts_up<routed, shared, 2>(p); }             \
+  KERNEL(experts_down_##name##_m8, ExpertsDownParams, kThreads, 2) { experts_down<routed, shared, 1>(p); }        \
+  KERNEL(experts_down_##name##_m16, ExpertsDownParams, kThreads, 1) { experts_down<routed, shared, 2>(p); }
 EXPERTS(int4_bf16, kFormatInt4, kFormatBf16)
 EXPERTS(fp8_fp8, kFormatFp8, kFormatFp8)
 EXPERTS(bf16_bf16, kFormatBf16, kFormatBf16)
