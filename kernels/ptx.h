@@ -223,32 +223,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
 #endif
 }
 
-// ---- pairs of bf16 ----
-// Both times 2^120: exact as long as the results are normal, subnormal factors included.
-__device__ __forceinline__ uint32_t times_two_to_120(uint32_t pair) {
-#ifdef CPU_SHIM
-  uint32_t r = 0;
-  for (int i = 0; i < 2; i++) r |= (uint32_t)__bfloat16_as_ushort(__float2bfloat16(cpu::bf16_half(pair, i) * 0x1p120f)) << 16 * i;
-  return r;
-#else
-  uint32_t r;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(pair), "r"(0x7b807b80u));
-  return r;
-#endif
-}
-// Both less 136; exact for 128 to 143.
-__device__ __forceinline__ uint32_t less_136(uint32_t pair) {
-#ifdef CPU_SHIM
-  uint32_t r = 0;
-  for (int i = 0; i < 2; i++) r |= (uint32_t)__bfloat16_as_ushort(__float2bfloat16(cpu::bf16_half(pair, i) - 136.0f)) << 16 * i;
-  return r;
-#else
-  uint32_t r;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(pair), "r"(0x43084308u));
-  return r;
-#endif
-}
-
 // ---- tensor cores ----
 // c[16x8] += a[16x16] b[16x8]. Lane 4g+t: a = rows g, g+8 at k 2t, 2t+1 (x, y) and 2t+8, 2t+9 (z, w); b = column g at the same k (b0, b1);
 // c[0..1] = row g, columns 2t, 2t+1; c[2..3] = row g+8. A column's bits depend on that column of b alone.

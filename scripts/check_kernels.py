@@ -15,7 +15,6 @@ DYNAMIC = {r"linear_prefill_.*_deep": 196608, r"linear_prefill_.*": 98304}
 EXEMPT = {
     r"linear_prefill_.*": "prefill kernels run long enough to hide the start of the next; their tiles need the registers",
     r"attention_prefill_.*": "as linear_prefill",
-    r"experts_down_.*_m16": "passes of 9 to 16 rows are rare; a few registers more spare them spills",
 }
 
 
