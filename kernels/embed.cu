@@ -16,15 +16,12 @@ __device__ __forceinline__ void embed_body(const EmbedParams& p) {
                       table[retiled_index(token, k + 6, k_blocks) / 2]);
   };
   for (int tile = threadIdx.x; tile < p.hidden / 16; tile += blockDim.x) {
-    const uint4 a = gather(tile * 16), b = gather(tile * 16 + 8);
+    const Tile x = tile_of(gather(tile * 16), gather(tile * 16 + 8));
     const size_t at = (size_t)row * p.x_stride + tile * 16;
-    *reinterpret_cast<uint4*>(p.x + at) = a;
-    *reinterpret_cast<uint4*>(p.x + at + 8) = b;
+    store_tile(p.x + at, x);
     if (!p.next_norm) continue;
-    const uint4* norm = reinterpret_cast<const uint4*>(p.next_norm) + tile * 2;
-    *reinterpret_cast<uint4*>(p.normed + at) = times_norm(a, load_constants(norm));
-    *reinterpret_cast<uint4*>(p.normed + at + 8) = times_norm(b, load_constants(norm + 1));
-    p.squares[(size_t)row * (p.hidden / 16) + tile] = tile_square_sum(a, b);
+    store_tile(p.normed + at, times_norm(x, p.next_norm + tile * 16));
+    p.squares[(size_t)row * (p.hidden / 16) + tile] = tile_square_sum(x);
   }
 }
 }  // namespace

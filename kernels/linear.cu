@@ -85,7 +85,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   };
 
   enter_part(0);
-  const bf16* residual_at = p.residual;
+  const float* residual_at = p.stream;
   bool reads_residual = false;
   if ((int)blockIdx.x < n_groups) {
     enter_group(blockIdx.x, 0);
@@ -97,7 +97,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   auto enter_residual = [&](int group) {
     const Output o = output_of(threadIdx.x, group);
     reads_residual = p.epilogue == kEpilogueResidual && o.wanted && o.n < p.n;
-    if (reads_residual) residual_at = p.residual + (size_t)o.row * p.out_stride + o.n;
+    if (reads_residual) residual_at = p.stream + (size_t)o.row * p.out_stride + o.n;
   };
   enter_residual(blockIdx.x);
 #pragma unroll
@@ -117,14 +117,14 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   for (int group = blockIdx.x; group < n_groups; group += gridDim.x) {
     const bool first_group = group == (int)blockIdx.x;
     float y = 0;
-    unsigned short residual = 0;
+    float residual = 0;
 #pragma unroll 1
     for (int i = 0; i < kParts; i++) {
       const LinearPart& part = p.part[i];
       const bool last_part = i + 1 == kParts;
 #pragma unroll
       for (int u = 0; u < kAhead; u++) fetch_x(u, 0, u);
-      if (last_part && reads_residual) residual = load_activation_bits(residual_at);
+      if (last_part && reads_residual) residual = load_activation(residual_at);
       float square_sum[kRowsAWarp] = {};
       if (first_group && part.squares) {
         const int tiles = part.k / 16;
@@ -235,7 +235,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
             float v = 0;
             if (stores) {
               if (p.bias) y = __fadd_rn(y, bf16_low(bias));
-              v = store_output(p, o.row, o.n, y, bf16_low(residual));
+              v = store_output(p, o.row, o.n, y, residual);
               if (p.next_norm) p.normed[(size_t)o.row * p.out_stride + o.n] = __float2bfloat16(__fmul_rn(v, bf16_low(next_norm)));
               if (p.max_value && y > best[thread]) { best[thread] = y; best_id[thread] = o.n; }   // n ascends: ties keep the lowest
             }

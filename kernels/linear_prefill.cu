@@ -15,11 +15,11 @@
 namespace {
 constexpr int kStep = 2;   // 32-k blocks of a step
 // Bytes of the ring, which are the dynamic shared memory of a launch; the host raises the limit of the function once.
-constexpr int kPrefillRing = 96 << 10, kPrefillDeepRing = 192 << 10;
+constexpr int kPrefillRing = 96 << 10;
 
-// Stores outputs n .. n + kCount of a row, as store_output does: in whole words (`words`; extra is then the residual), or one by one.
+// Stores outputs n .. n + kCount of a row, as store_output does: in whole words (`words`; extra is then the residual stream), or one by one.
 template <int kCount>
-__device__ __forceinline__ void store_row(const LinearParams& p, int row, int n, float (&v)[16], bool words, const uint4 (&extra)[2]) {
+__device__ __forceinline__ void store_row(const LinearParams& p, int row, int n, float (&v)[16], bool words, const uint4 (&extra)[4]) {
   const size_t at = (size_t)row * p.out_stride + n;
   const bool silu = p.epilogue == kEpilogueSilu, residual = p.epilogue == kEpilogueResidual;
   if (p.bias && !silu) {
@@ -31,33 +31,33 @@ __device__ __forceinline__ void store_row(const LinearParams& p, int row, int n,
     for (int i = 0; i < kCount; i++) {
       if (n + i >= p.n) break;
       if (silu) p.out[at + i] = __float2bfloat16(v[i]);
-      else store_output(p, row, n + i, v[i], residual ? __bfloat162float(p.residual[at + i]) : 0.0f);
+      else store_output(p, row, n + i, v[i], residual ? p.stream[at + i] : 0.0f);
     }
     return;
   }
+  bf16* rounded = p.stream ? p.tap ? p.tap + (size_t)row * p.tap_stride + n : nullptr : p.out + at;
 #pragma unroll
   for (int i = 0; i < kCount; i += 8) {
-    const uint32_t x[4] = {extra[i / 8].x, extra[i / 8].y, extra[i / 8].z, extra[i / 8].w};
-    uint32_t out[4];
+    if (p.stream) {
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      float low = v[i + 2 * j], high = v[i + 2 * j + 1];
-      if (residual) { low = __fadd_rn(bf16_low(x[j]), low); high = __fadd_rn(bf16_high(x[j]), high); }
-      out[j] = bf16_pair(low, high);
+      for (int j = 0; j < 8; j += 4) {
+        const uint4 x = extra[(i + j) / 4];
+        float* y = v + i + j;
+        if (residual) { y[0] = __fadd_rn(__uint_as_float(x.x), y[0]); y[1] = __fadd_rn(__uint_as_float(x.y), y[1]); y[2] = __fadd_rn(__uint_as_float(x.z), y[2]); y[3] = __fadd_rn(__uint_as_float(x.w), y[3]); }
+        *reinterpret_cast<float4*>(p.stream + at + i + j) = make_float4(y[0], y[1], y[2], y[3]);
+      }
     }
-    const uint4 word = make_uint4(out[0], out[1], out[2], out[3]);
-    *reinterpret_cast<uint4*>(p.out + at + i) = word;
-    if (residual && p.tap) *reinterpret_cast<uint4*>(p.tap + (size_t)row * p.tap_stride + n + i) = word;
+    if (rounded) *reinterpret_cast<uint4*>(rounded + i) = make_uint4(bf16_pair(v[i], v[i + 1]), bf16_pair(v[i + 2], v[i + 3]), bf16_pair(v[i + 4], v[i + 5]), bf16_pair(v[i + 6], v[i + 7]));
   }
 }
 
-template <int kTiles, int kColumns, int kWarpsN, int kWarpsM, int kParts, int kRing>
+template <int kTiles, int kColumns, int kWarpsN, int kWarpsM, int kParts>
 __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
   constexpr int kThreads = kWarpsN * kWarpsM * 32, kNTiles = kTiles * kWarpsN, kM = kColumns * kWarpsM * 8;
-  constexpr int kWeightWords = kNTiles * kStep * 64, kTokenWords = kM * kStep * 4, kStageWords = kWeightWords + kTokenWords, kStages = kRing / (kStageWords * 16);
+  constexpr int kWeightWords = kNTiles * kStep * 64, kTokenWords = kM * kStep * 4, kStageWords = kWeightWords + kTokenWords, kStages = kPrefillRing / (kStageWords * 16);
   constexpr int kTileStride = kThreads / (kStep * 64), kRowStride = kThreads / (kStep * 4);   // between two copies of a thread
   static_assert(kThreads % (kStep * 64) == 0 && kWeightWords % kThreads == 0 && kTokenWords % kThreads == 0, "copies divide evenly");
-  static_assert(kRing % (kStageWords * 16) == 0 && kStages >= 3, "the ring is whole steps");
+  static_assert(kPrefillRing % (kStageWords * 16) == 0 && kStages >= 3, "the ring is whole steps");
   DYN_SMEM(uint4, ring);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int warp_n = warp % kWarpsN * kTiles, warp_m = warp / kWarpsN * kColumns;   // in tiles, in columns of 8
@@ -180,7 +180,7 @@ __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
   // The sums change places through shared memory (the ring is done with), so that a thread gets a tile's outputs of one row: [kM][kNTiles][16] floats, padded so
   // that neither side has bank conflicts.
   constexpr int kTilePitch = 20, kRowPitch = kNTiles * kTilePitch + 4, kItems = kM * kNTiles / kThreads, kItemRows = kThreads / kNTiles;
-  static_assert(kM * kNTiles % kThreads == 0 && kM * kRowPitch * 4 <= kRing, "the sums fit where the ring was");
+  static_assert(kM * kNTiles % kThreads == 0 && kM * kRowPitch * 4 <= kPrefillRing, "the sums fit where the ring was");
   float* sums = reinterpret_cast<float*>(ring);
   __syncthreads();
   for_each([&](int r, int c, int e) {
@@ -192,14 +192,14 @@ __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
   const bool silu_end = p.epilogue == kEpilogueSilu, residual = p.epilogue == kEpilogueResidual;
   const int n = tile * (silu_end ? 8 : 16), n_end = n + (silu_end ? 8 : 16);
   const bool words = p.epilogue != kEpilogueLogits && p.out_stride % 8 == 0 && (!p.tap || p.tap_stride % 8 == 0) && n_end <= p.n;
-  uint4 extra[kItems][2];
+  uint4 extra[kItems][4];
 #pragma unroll
   for (int i = 0; i < kItems; i++) {
     const int m = first_token + item_row + i * kItemRows;
     if (!words || !residual || m >= n_rows) continue;
-    const uint4* from = reinterpret_cast<const uint4*>(p.residual + (size_t)m * p.out_stride + n);
-    extra[i][0] = load_activations(from);
-    extra[i][1] = load_activations(from + 1);
+    const uint4* from = reinterpret_cast<const uint4*>(p.stream + (size_t)m * p.out_stride + n);
+#pragma unroll
+    for (int j = 0; j < 4; j++) extra[i][j] = load_activations(from + j);
   }
   __syncthreads();
 #pragma unroll
@@ -220,9 +220,7 @@ __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
 }
 }  // namespace
 
-// linear_prefill_<weight rows>x<tokens of a block>. 128x128 for more than 256 rows. 64x64 for less, and for two parts; _deep is faster up to 64 rows (one block an
-// SM, twice the bytes in flight: 7.5 against 8.6 ms), for chips whose blocks may have 192 KB.
-KERNEL(linear_prefill_128x128, LinearParams, 256, 1) { linear_prefill<4, 4, 2, 4, 1, kPrefillRing>(p); }
-KERNEL(linear_prefill_64x64, LinearParams, 128, 2) { linear_prefill<2, 4, 2, 2, 1, kPrefillRing>(p); }
-KERNEL(linear_prefill_64x64_deep, LinearParams, 128, 1) { linear_prefill<2, 4, 2, 2, 1, kPrefillDeepRing>(p); }
-KERNEL(linear_prefill_64x64_two, LinearParams, 128, 2) { linear_prefill<2, 4, 2, 2, 2, kPrefillRing>(p); }
+// linear_prefill_<weight rows>x<tokens of a block>. 128x128 for more than 256 rows. 64x64 for less, and for two parts.
+KERNEL(linear_prefill_128x128, LinearParams, 256, 1) { linear_prefill<4, 4, 2, 4, 1>(p); }
+KERNEL(linear_prefill_64x64, LinearParams, 128, 2) { linear_prefill<2, 4, 2, 2, 1>(p); }
+KERNEL(linear_prefill_64x64_two, LinearParams, 128, 2) { linear_prefill<2, 4, 2, 2, 2>(p); }

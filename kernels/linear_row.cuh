@@ -10,38 +10,76 @@ namespace {
 
 // ---- RMSNorm ----
 __device__ __forceinline__ float square(float x) { return __fmul_rn(x, x); }
-// Sum of the squares of 16 consecutive columns; a = columns 0..7, b = 8..15.
-__device__ __forceinline__ float tile_square_sum(const uint4& a, const uint4& b) {
-  const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+// 16 consecutive columns of a row.
+struct Tile { float v[16]; };
+__device__ __forceinline__ void unpack(const uint4& w, float* v) {
+  v[0] = bf16_low(w.x); v[1] = bf16_high(w.x); v[2] = bf16_low(w.y); v[3] = bf16_high(w.y);
+  v[4] = bf16_low(w.z); v[5] = bf16_high(w.z); v[6] = bf16_low(w.w); v[7] = bf16_high(w.w);
+}
+__device__ __forceinline__ Tile tile_of(const uint4& a, const uint4& b) {
+  Tile tile;
+  unpack(a, tile.v);
+  unpack(b, tile.v + 8);
+  return tile;
+}
+// Activations: after pdl_wait.
+__device__ __forceinline__ Tile load_tile(const bf16* x) {
+  const uint4* from = reinterpret_cast<const uint4*>(x);
+  return tile_of(load_activations(from), load_activations(from + 1));
+}
+__device__ __forceinline__ Tile load_tile(const float* x) {
+  Tile tile;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint4 q = load_activations(reinterpret_cast<const uint4*>(x) + i);
+    tile.v[i * 4] = __uint_as_float(q.x); tile.v[i * 4 + 1] = __uint_as_float(q.y); tile.v[i * 4 + 2] = __uint_as_float(q.z); tile.v[i * 4 + 3] = __uint_as_float(q.w);
+  }
+  return tile;
+}
+__device__ __forceinline__ void store_tile(bf16* to, const Tile& tile) {
+#pragma unroll
+  for (int i = 0; i < 16; i += 8)
+    *reinterpret_cast<uint4*>(to + i) = make_uint4(bf16_pair(tile.v[i], tile.v[i + 1]), bf16_pair(tile.v[i + 2], tile.v[i + 3]),
+                                                   bf16_pair(tile.v[i + 4], tile.v[i + 5]), bf16_pair(tile.v[i + 6], tile.v[i + 7]));
+}
+__device__ __forceinline__ void store_tile(float* to, const Tile& tile) {
+#pragma unroll
+  for (int i = 0; i < 16; i += 4) *reinterpret_cast<float4*>(to + i) = make_float4(tile.v[i], tile.v[i + 1], tile.v[i + 2], tile.v[i + 3]);
+}
+// Times the norm weight of these columns (a constant).
+__device__ __forceinline__ Tile times_norm(const Tile& x, const bf16* norm) {
+  Tile w = tile_of(load_constants(reinterpret_cast<const uint4*>(norm)), load_constants(reinterpret_cast<const uint4*>(norm) + 1));
+#pragma unroll
+  for (int i = 0; i < 16; i++) w.v[i] = __fmul_rn(x.v[i], w.v[i]);
+  return w;
+}
+__device__ __forceinline__ float tile_square_sum(const Tile& x) {
   float s[4];
 #pragma unroll
   for (int i = 0; i < 4; i++)
-    s[i] = __fadd_rn(__fadd_rn(square(bf16_low(x[i])), square(bf16_low(y[i]))), __fadd_rn(square(bf16_high(x[i])), square(bf16_high(y[i]))));
+    s[i] = __fadd_rn(__fadd_rn(square(x.v[2 * i]), square(x.v[2 * i + 8])), __fadd_rn(square(x.v[2 * i + 1]), square(x.v[2 * i + 9])));
   return __fadd_rn(__fadd_rn(s[0], s[1]), __fadd_rn(s[2], s[3]));
 }
 __device__ __forceinline__ float inverse_rms(float square_sum, int k, float eps) { return rsqrtf(__fadd_rn(__fmul_rn(square_sum, __fdiv_rn(1.0f, (float)k)), eps)); }
-// bf16(x * norm), element by element.
-__device__ __forceinline__ uint4 times_norm(const uint4& x, const uint4& g) {
-  return make_uint4(bf16_pair(__fmul_rn(bf16_low(x.x), bf16_low(g.x)), __fmul_rn(bf16_high(x.x), bf16_high(g.x))),
-                    bf16_pair(__fmul_rn(bf16_low(x.y), bf16_low(g.y)), __fmul_rn(bf16_high(x.y), bf16_high(g.y))),
-                    bf16_pair(__fmul_rn(bf16_low(x.z), bf16_low(g.z)), __fmul_rn(bf16_high(x.z), bf16_high(g.z))),
-                    bf16_pair(__fmul_rn(bf16_low(x.w), bf16_low(g.w)), __fmul_rn(bf16_high(x.w), bf16_high(g.w))));
-}
 
 // ---- epilogue ----
 __device__ __forceinline__ float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.0f, __expf(-x))); }
 
-// Stores y for output n of a row (all epilogues but Silu). `extra` is the residual, already loaded. Returns what the row now holds.
+// Stores y for output n of a row (all epilogues but Silu). `extra` is the stream's number, already loaded. Returns what the row now holds.
 __device__ __forceinline__ float store_output(const LinearParams& p, int row, int n, float y, float extra) {
   const size_t at = (size_t)row * p.out_stride + n;
   if (p.epilogue == kEpilogueLogits) {
     p.logits[at] = y;
     return y;
   }
-  if (p.epilogue == kEpilogueResidual) y = __fadd_rn(extra, y);
+  if (p.stream) {
+    if (p.epilogue == kEpilogueResidual) y = __fadd_rn(extra, y);
+    p.stream[at] = y;
+    if (p.tap) p.tap[(size_t)row * p.tap_stride + n] = __float2bfloat16(y);
+    return y;
+  }
   const bf16 v = __float2bfloat16(y);
   p.out[at] = v;
-  if (p.epilogue == kEpilogueResidual && p.tap) p.tap[(size_t)row * p.tap_stride + n] = v;
   return __bfloat162float(v);
 }
 

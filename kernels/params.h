@@ -109,8 +109,8 @@ static_assert(sizeof(AdvanceParams) == 16, "AdvanceParams");
 
 // ---- linear.cu ----
 enum Epilogue : int {
-  kEpilogueStore = 0,     // out[row][n] = y (+ bias[n])
-  kEpilogueResidual = 1,  // out[row][n] = residual[row][n] + y (+ bias[n]); also into tap when it is set
+  kEpilogueStore = 0,     // out[row][n] = y (+ bias[n]); into stream, unrounded, when that is set
+  kEpilogueResidual = 1,  // stream[row][n] += y (+ bias[n]), f32; rounded into tap when it is set
   kEpilogueSilu = 2,      // out[row][j] = silu(gate) * up; tile i holds gate rows 8i..8i+7 then up rows 8i..8i+7, n = number of j
   kEpilogueLogits = 3,    // logits[row][n] = y (+ bias[n]), f32; also the block's maximum per row
 };
@@ -134,10 +134,10 @@ struct LinearParams {
   LinearPart part[2];
   bf16* out;             // [rows][out_stride]
   const bf16* bias;      // [n] or null
-  const bf16* residual;  // [rows][out_stride]; may be out
-  bf16* tap;             // [rows][tap_stride] or null: a second copy of out (Residual only)
+  float* stream;         // [rows][out_stride] residual stream: Residual, or Store that starts one; else null
+  bf16* tap;             // [rows][tap_stride] or null: a copy of the stream (Residual only)
   const bf16* next_norm; // [n] RMSNorm weight of the next linear, or null. linear_m* only, Store and Residual
-  bf16* normed;          // [rows][out_stride]: bf16(out * next_norm)
+  bf16* normed;          // [rows][out_stride]: bf16(output * next_norm)
   float* squares;        // [rows][n / 16]
   float* logits;         // [rows][out_stride]
   float* max_value;      // [rows][gridDim.x] or null
@@ -155,12 +155,12 @@ struct LinearParams {
 static_assert(sizeof(LinearPart) == 48, "twin in Rust");
 static_assert(sizeof(LinearParams) == 216, "twin in Rust");
 
-// ---- norm.cu: norm_rows ----
+// ---- norm.cu ----
 struct NormParams {
-  const bf16* x;       // [rows][x_stride]
+  const void* x;       // [rows][x_stride] f32 (a residual stream), or bf16 (the kernels named _bf16)
   const bf16* norm;    // [k] RMSNorm weight
-  bf16* normed;        // [rows][normed_stride]: bf16(x * norm)
-  float* inv;          // [rows]: 1 / sqrt(mean(x^2) + eps)
+  void* normed;        // [rows][normed_stride]. norm_rows: bf16(x * norm); norm_step: x * inv * norm in x's type
+  float* inv;          // [rows]: 1 / sqrt(mean(x^2) + eps); this and squares of norm_rows only
   float* squares;      // [rows][k / 16] or null: for a linear_m* after it (the head on the last row)
   const int* n_rows;   // as in LinearParams
   int rows;
@@ -175,7 +175,7 @@ static_assert(sizeof(NormParams) == 72, "twin in Rust");
 // ---- embed.cu: embed ----
 struct EmbedParams {
   const uint4* table;   // re-tiled [vocab / 16][hidden / 32][2][32]
-  bf16* x;              // [rows][x_stride]
+  float* x;             // [rows][x_stride]
   const bf16* next_norm; // [hidden] or null, normed [rows][x_stride], squares [rows][hidden / 16]: as in LinearParams
   bf16* normed;
   float* squares;

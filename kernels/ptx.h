@@ -130,7 +130,7 @@ __device__ __forceinline__ uint4 load_activations(const uint4* p) {
   return r;
 #endif
 }
-// One bf16 as raw bits, so that nothing waits for it before it is used: a constant (legal before pdl_wait), an activation (only after it).
+// One number, so that nothing waits for it before it is used: a constant as raw bits (legal before pdl_wait), an activation (only after it).
 __device__ __forceinline__ unsigned short load_constant_bits(const bf16* p) {
 #ifdef CPU_SHIM
   return __bfloat16_as_ushort(*p);
@@ -140,12 +140,12 @@ __device__ __forceinline__ unsigned short load_constant_bits(const bf16* p) {
   return r;
 #endif
 }
-__device__ __forceinline__ unsigned short load_activation_bits(const bf16* p) {
+__device__ __forceinline__ float load_activation(const float* p) {
 #ifdef CPU_SHIM
-  return __bfloat16_as_ushort(*p);
+  return *p;
 #else
-  unsigned short r;
-  asm volatile("ld.global.u16 %0, [%1];" : "=h"(r) : "l"(p) : "memory");
+  float r;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(r) : "l"(p) : "memory");
   return r;
 #endif
 }

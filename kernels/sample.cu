@@ -6,8 +6,8 @@
 //   l = logit with penalties, bias, ban     z = (l - max l) / T     g = noise of (seed, position, id)     choice = argmax of z + g over the kept ids
 // Filters. A rank is |z|'s bits << 20 | id: ranks ascend in (z descending, id ascending), all are different, and what top-k, top-p or min-p keeps is "all
 // ranks up to a cut". Cuts are found exactly: sample_count adds up ids and mass in 1024 bins of ranks (64 to an octave of |z|); sample_choose finds the
-// bins that hold a cut and lists the few ids in them; sample_settle selects the cut among those, digit by digit. A flat row has all its ids in one bin:
-// slower, but right.
+// bins that hold a cut and lists the few ids in them; sample_settle selects the cut among those, each against all where there is a thread for each, else
+// digit by digit. A flat row has all its ids in one bin: slower, but right.
 //
 //   sample_adjust   penalties, bias, bans, and the largest logit after them (without them the head's own maxima serve)
 //   sample_count    top-k, top-p: the bins
@@ -147,8 +147,47 @@ template <bool by_mass> __device__ __forceinline__ u64 select(const u64* list, u
   }
 }
 
+// The same for a list that has a thread for each member: every one compares its member with all.
+struct Members { u64 rank[kThreads], mass[kThreads], cut; };
+__device__ __forceinline__ u64 settle_few(const SamplingParams& o, const u64* list, unsigned n, const SampleCut& cut, Members& m) {
+  const unsigned tid = threadIdx.x;
+  const bool by_count = cut.k_first <= cut.k_last, by_mass = cut.p_first <= cut.p_last;
+  const u64 mine = tid < n ? list[tid] : ~0ull, my_mass = by_mass && tid < n ? probability_mass(z_of(mine)) : 0;
+  u64 last_kept = rank_of(o.min_z, (1u << kIdBits) - 1), kept_mass = cut.kept_mass;
+  m.rank[tid] = mine;
+  m.mass[tid] = my_mass;
+  if (tid == 0) m.cut = by_count ? cut.k_last : cut.p_last;     // what a target beyond the members' weight gets
+  __syncthreads();
+  if (by_count) {
+    u64 count = 0;
+    for (unsigned j = 0; j < n; j++) count += m.rank[j] >= cut.k_first && m.rank[j] <= mine;
+    if (mine >= cut.k_first && mine <= cut.k_last && count == (u64)cut.k_rank) m.cut = mine;   // one thread: ranks are different
+    __syncthreads();
+    const u64 k_cut = m.cut;
+    last_kept = smaller(last_kept, k_cut);
+    if (!by_mass) return last_kept;
+    kept_mass = cut.k_mass_before;
+    for (unsigned j = 0; j < n; j++) kept_mass += m.rank[j] >= cut.k_first && m.rank[j] <= k_cut ? m.mass[j] : 0;
+    __syncthreads();
+    if (tid == 0) m.cut = cut.p_last;
+    __syncthreads();
+  }
+  if (by_mass) {
+    const u64 target = top_p_target(kept_mass, o.top_p) - cut.p_mass_before;
+    u64 mass = 0;
+    for (unsigned j = 0; j < n; j++) mass += m.rank[j] >= cut.p_first && m.rank[j] <= mine ? m.mass[j] : 0;
+    if (mine >= cut.p_first && mine <= cut.p_last && mass - my_mass < target && target <= mass) m.cut = mine;
+    __syncthreads();
+    last_kept = smaller(last_kept, m.cut);
+  }
+  return last_kept;
+}
+
 // The cut that a row's listed ids leave, min-p included. One block.
-__device__ __forceinline__ u64 settle(const SampleParams& p, const SamplingParams& o, const u64* list, unsigned n, const SampleCut& cut, Digits& digits) {
+union SettleScratch { Digits digits; Members members; };
+__device__ __forceinline__ u64 settle(const SampleParams& p, const SamplingParams& o, const u64* list, unsigned n, const SampleCut& cut, SettleScratch& scratch) {
+  if (n <= kThreads) return settle_few(o, list, n, cut, scratch.members);
+  Digits& digits = scratch.digits;
   u64 last_kept = rank_of(o.min_z, (1u << kIdBits) - 1), kept_mass = cut.kept_mass;
   if (cut.k_first <= cut.k_last) {
     const u64 k_cut = select<false>(list, n, cut.k_first, cut.k_last, cut.k_rank, digits);
@@ -399,7 +438,8 @@ KERNEL(sample_settle, SampleParams, kThreads, 2) {
   const SamplingParams o = load_options(p);
   pdl_wait();
   if (!filters(p, o)) return;
-  __shared__ Digits digits;
+  __shared__ SettleScratch shared;
+  __shared__ u64 warp_word[kWarps];
   const int tid = threadIdx.x, row = blockIdx.y;
   const unsigned n = p.scratch->n_listed[row];
   const SampleCut cut = p.scratch->cut[row];
@@ -411,7 +451,7 @@ KERNEL(sample_settle, SampleParams, kThreads, 2) {
   }
   if (n == 0) return;
   const u64* list = p.list + (size_t)row * p.vocab;
-  const u64 last_kept = settle(p, o, list, n, cut, digits);
+  const u64 last_kept = settle(p, o, list, n, cut, shared);
   u64 best = 0;
   for (unsigned i = tid; i < n; i += kThreads) {
     const u64 rank = list[i];
@@ -420,7 +460,7 @@ KERNEL(sample_settle, SampleParams, kThreads, 2) {
     const float score = __fadd_rn(z_of(rank), noise(noise_bits_of(o.seed, s.length + row + 1, id)));
     if (score == score) best = larger(best, preference(score, id));   // a NaN among the logits is no choice
   }
-  best = block_max(best, digits.warp);
+  best = block_max(best, warp_word);
   if (tid == 0) {
     if (best) atomicMax(&p.scratch->chosen[row], best);
     p.scratch->n_listed[row] = 0;

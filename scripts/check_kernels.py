@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHIPS = {"90a": (2048, 228 << 10), "120a": (1536, 100 << 10)}
 MAX_THREADS, MAX_SHARED = 768, 48 << 10
 # Dynamic shared memory by name of kernel, which cubins do not know: what the host passes at most.
-DYNAMIC = {r"linear_prefill_.*_deep": 196608, r"linear_prefill_.*": 98304}
+DYNAMIC = {r"linear_prefill_.*": 98304}
 # Kernels that may be larger than half an SM, and why.
 EXEMPT = {
     r"linear_prefill_.*": "prefill kernels run long enough to hide the start of the next; their tiles need the registers",

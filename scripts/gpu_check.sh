@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, in under six minutes, with one short table at the end: doctor, tests/gpu.rs, latencies, compute-sanitizer, time from
-# exec to the first token, Ctrl-C at any moment. Builds nothing and needs no cargo, so that the binaries may come from another machine:
+# Everything that only a GPU can show, in under ten minutes, with one short table at the end: doctor, tests/gpu.rs, latencies, compute-sanitizer, time from
+# exec to the first token, speculation, load from disk, Ctrl-C at any moment. Builds nothing and needs no cargo, so that the binaries may come from another machine:
 #   scripts/gpu_check.sh VOLLEY GPU_TEST          (target/release/volley, target/release/deps/gpu-...)
 # VOLLEY_MODEL=DIR is SmolLM2 (scripts/fetch_smollm2.py); without it what needs it is skipped. Logs go to $OUT, else target/gpu_check. ONLY=tests,bench runs some stages.
 # Exit code 0: nothing failed.
@@ -11,7 +11,7 @@ volley=$(realpath "$1") || exit 2
 tests=$(realpath "$2") || exit 2
 model=${VOLLEY_MODEL:-}; unset VOLLEY_MODEL
 logs=${OUT:-target/gpu_check}; mkdir -p "$logs"
-deadline=$((SECONDS + 345)); table=; failed=0
+deadline=$((SECONDS + 580)); table=; failed=0
 now_ms() { echo $(($(date +%s%N) / 1000000)); }
 wanted() { [ -z "${ONLY:-}" ] || [[ ,$ONLY, == *,$1,* ]]; }
 used_mb() { nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | head -1; }
@@ -70,6 +70,30 @@ if wanted bench; then
   [ -z "$model" ] || bench bench_smollm2 30 -m "$model" -p 128 -g 256 -d 0 --widths 1,4,8
   bench bench_1b 40 --random -m tests/shapes/llama-3.2-1b -p 128 -g 128 -d 0,4096 -r 3 --widths 1,4,8
   bench bench_8b 60 --random -m tests/shapes/llama-3.1-8b -p 512 -g 64 -d 0,4096 -r 3 --widths 1,4,8
+fi
+if wanted speculation && [ -n "$model" ]; then
+  # Accept length with 6 drafts, and plain against speculative decoding with the number of drafts left to the engine.
+  for file in mt_bench humaneval gsm8k_100; do
+    run "six_$file" 60 "$volley" bench -m "$model" --draft models/smollm2-135m-instruct-eagle3 --draft-tokens 6 --prompts prompts/$file.jsonl --limit 20 -g 200
+    run "spec_$file" 60 "$volley" bench -m "$model" --draft models/smollm2-135m-instruct-eagle3 --prompts prompts/$file.jsonl --limit 20 -g 200
+    verdict "spec_$file" "6 drafts: $(grep -a "^$file" "$logs/six_$file.log" | cut -c30-110); chosen: $(grep -a "^$file" "$logs/spec_$file.log" | cut -c23-100)"
+  done
+  run cycle 40 "$volley" bench --random -m tests/shapes/llama-3.1-8b --draft tests/shapes/llama-3.1-8b-eagle3 -c 8192 --cycle
+  verdict cycle "8B with a drafter of its shape: break-even $(grep -a break-even "$logs/cycle.log" | sed 's/.*: //')"; cat "$logs/cycle.log"
+fi
+if wanted load; then
+  # 16 GB from this machine's disk: cold where the page cache can be dropped, then warm.
+  big=${TMPDIR:-/tmp}/volley-load; run load_write 200 python3 scripts/make_random_checkpoint.py tests/shapes/llama-3.1-8b "$big"
+  if [ $code = 0 ]; then
+    sync; dropped=no; echo 3 2>/dev/null >/proc/sys/vm/drop_caches && dropped=yes
+    start=$(now_ms); dd if="$big/model-00001-of-00004.safetensors" of=/dev/null bs=16M iflag=direct 2>"$logs/load_disk.log"; disk=$(awk -v b="$(stat -c %s "$big/model-00001-of-00004.safetensors")" -v ms=$(($(now_ms) - start)) 'BEGIN { printf "%.2f", b / ms / 1e6 }')
+    for state in cold warm warm; do
+      run "load_$state" 90 "$volley" bench -v -m "$big" --draft none -c 1024 -p 16 -g 2 -r 1 --device cuda
+      rates+=" $state $(grep -ao 'weights in [0-9]* ms' "$logs/load_$state.log" | awk '{ printf "%.2f", 16060.5 / $3 }')"
+    done
+    verdict load "GB/s:$rates; disk (direct reads) $disk; page cache dropped before the cold one: $dropped"
+  fi
+  rm -rf "$big"
 fi
 if wanted sanitizer; then
   for tool in memcheck racecheck; do

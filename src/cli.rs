@@ -50,6 +50,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Result<u8> {
                 repeat: b.repeat,
                 widths: b.widths.0,
                 profile: b.profile,
+                cycle: b.cycle,
                 prompt_files: b.prompts.0,
                 limit: b.limit,
                 json: b.json,
@@ -314,6 +315,9 @@ command! {
         /// where the time of a token goes, step by step
         #[argh(switch)]
         profile: bool,
+        /// what the passes of a speculative cycle cost, and the accept length that pays for them
+        #[argh(switch)]
+        cycle: bool,
         /// random weights: config.json is enough
         #[argh(switch)]
         random: bool,
@@ -324,9 +328,10 @@ command! {
 }
 
 /// Flags without a value: their short form may be bundled, and what follows them is no value.
-const SWITCHES: [&str; 15] = [
+const SWITCHES: [&str; 16] = [
     "--require-graphs",
     "--profile",
+    "--cycle",
     "--random",
     "--version",
     "--help",

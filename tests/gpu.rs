@@ -14,9 +14,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use volley::cmd::bench::token_ids;
-use volley::cmd::{check, doctor};
+use volley::cmd::{answer, check, doctor, Device, Draft, ModelOptions, Session};
 use volley::cpu::Reference;
-use volley::decode::{Counters, Drafting, Engine, Event, Finish, Flow, Request, Sampling};
+use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling};
 use volley::error;
 use volley::gpu::device::Gpu;
 use volley::gpu::machine::{Machine, Options};
@@ -24,8 +24,10 @@ use volley::gpu::shim::Shim;
 use volley::gpu::weights::Source;
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
-use volley::model::plan::{Pass, Step};
-use volley::model::weights::{claim, Role, Table};
+use volley::model::draft::DraftModel;
+use volley::model::plan::Pass;
+use volley::model::weights::{claim, Table};
+use volley::text::Message;
 
 /// Logits may be off f32 by this much of what transformers' own bf16 run is off.
 const BF16_SHARE: f32 = 1.5;
@@ -51,7 +53,7 @@ fn tiny_models_compute_what_the_reference_computes() {
 fn few_launches_of_every_kernel() {
     let Some(gpu) = gpu() else { return };
     let (config, weights) = model(&tiny("llama"));
-    let drafter = Some(tiny_llama_drafter(&config, &weights));
+    let drafter = Some(tiny_llama_drafter(&config, &weights, true));
     let options = Options { context: 256, drafter, ngram: true, require_graphs: true, fail_capture: all_graphs };
     let mut machine = Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     let ids = token_ids(check::STEP_ROWS, 512);
@@ -113,33 +115,22 @@ fn tiny_models_are_as_near_to_f32_as_bf16_allows() {
     }
 }
 
-/// Means prompt by prompt, and the largest error of all. The largest of one prompt is one draw from a wide distribution, transformers' as well
-/// as ours: f32 arithmetic that only rounds what each step writes to bf16 is off by 0.86 for `one_token`, transformers by 0.49. So it may be
-/// as large as the worse of these two allows.
 #[test]
 fn smollm2_is_as_near_to_f32_as_bf16_allows() {
     let (Some(gpu), Some(dir)) = (gpu(), smollm2()) else { return };
-    let (mut machine, mut reference) = open(&gpu, &dir, 1024, all_graphs);
+    let mut machine = open(&gpu, &dir, 1024, all_graphs).0;
     let vocab = machine.config().vocab;
-    let (mut all, mut means, mut maxima) = (Errors::default(), Errors::default(), Errors::default());
     for golden in SmolGolden::all(&dir) {
         let last = golden.prompt_ids.len() - 1;
         let ids = [&golden.prompt_ids[..], &golden.greedy_ids[..golden.greedy_ids.len() - 1]].concat();
         let greedy = forced(&mut machine, &ids, last);
-        let ours = Errors::of(&greedy, vocab, &golden.greedy_top5);
-        let rounded = Errors::of(&rounded(&mut reference, &ids[..last + golden.greedy_top5.len()], last), vocab, &golden.greedy_top5);
-        println!("{}: outputs rounded to bf16 alone: off f32 by {:.4}, at most {:.4}", golden.name, rounded.mean(), rounded.max());
-        within(&golden.name, &ours, golden.check.mean, golden.check.max.max(rounded.max()));
+        within(&golden.name, &Errors::of(&greedy, vocab, &golden.greedy_top5), golden.check.mean, golden.check.max);
         // How far bf16 is off in the prompt the goldens do not say.
         let start = forced(&mut machine, &golden.prompt_ids[..golden.prompt_top5.len()], 0);
         let prompt = Errors::of(&start, vocab, &golden.prompt_top5);
         println!("{} prompt: off f32 by {:.4}, at most {:.4}", golden.name, prompt.mean(), prompt.max());
         agree(&golden.name, &greedy, vocab, &golden.greedy_ids, &golden.greedy_margin);
-        all.0.extend(ours.0);
-        means.0.push(golden.check.mean);
-        maxima.0.push(golden.check.max);
     }
-    within("SmolLM2, all prompts", &all, means.mean(), maxima.max());
 }
 
 #[test]
@@ -265,6 +256,162 @@ fn tiny_models_end_with_the_context() {
     }
 }
 
+/// Whatever drafts, 20 prompts give the tokens that they give without, 200 each at most, greedy and sampled.
+#[test]
+fn smollm2_speculation_changes_no_text() {
+    let (Some(_), Some(dir)) = (gpu(), smollm2()) else { return };
+    let mut plain: Vec<Vec<u32>> = Vec::new();
+    let cases = [
+        (None, false, None),
+        (Some(1), false, Some(1)),
+        (Some(3), false, Some(3)),
+        (Some(7), false, Some(7)),
+        (None, true, None),
+        (Some(0), true, None),
+    ];
+    for (drafter, ngram, fixed) in cases {
+        let mut session = session(&dir, drafter.is_some(), ngram, fixed);
+        let mut all = Vec::new();
+        for prompt in prompts(&session, 7).into_iter().take(20) {
+            for temperature in [0.0, 0.8] {
+                let sampling = Sampling { temperature, seed: 11, ..Sampling::default() };
+                let request = Request { prompt: &prompt, sampling: &sampling, end_ids: &[2], max_tokens: Some(200) };
+                session.model.engine.clear();
+                all.push(session.model.engine.generate(&request, &mut |_: Event| Flow::Go).unwrap().tokens);
+            }
+        }
+        assert_eq!(session.model.engine.counters().eager, 0);
+        let shown = session.model.engine.statistics().map(|s| format!("accept length {:.2} in {} cycles", s.accept_length(), s.cycles));
+        println!("SmolLM2, drafter {drafter:?}, n-gram {ngram}: {} tokens, {shown:?}", all.concat().len());
+        if plain.is_empty() {
+            plain = all;
+        } else {
+            assert!(all == plain, "drafter {drafter:?}, n-gram {ngram}: other tokens than without drafts");
+        }
+    }
+}
+
+/// The drafter's logits at every step behind 24 roots each of two texts, each draft given: at most 1.5 times as far from f32 as its bf16 run in torch
+/// (scripts/draft_bf16.py). Draft-extend leaves what a prompt of the same text leaves.
+#[test]
+fn smollm2_drafter_is_as_near_to_f32_as_bf16_allows() {
+    let (Some(gpu), Some(dir)) = (gpu(), smollm2()) else { return };
+    #[derive(serde::Deserialize)]
+    struct Chain {
+        drafts: Vec<u32>,
+        ids: Vec<Vec<u32>>,
+        logits: Vec<Vec<f32>>,
+    }
+    #[derive(serde::Deserialize)]
+    struct Golden {
+        chains: Vec<Chain>,
+    }
+    #[derive(serde::Deserialize)]
+    struct Error {
+        mean: f32,
+        max: f32,
+    }
+    let read = |name: &str| std::fs::read(Path::new("tests/data/draft").join(name)).unwrap();
+    let goldens: BTreeMap<String, Golden> = serde_json::from_slice(&read("smollm2.json")).unwrap();
+    let bf16: BTreeMap<String, Error> = serde_json::from_slice(&read("smollm2_bf16.json")).unwrap();
+    let (config, weights) = model(&dir);
+    let drafter = DraftModel::open(Path::new(DRAFTER), &config, &weights, None, Read::Mmap).unwrap();
+    let map = drafter.map.clone().unwrap();
+    let options = Options { context: 1024, drafter: Some(drafter), ngram: false, require_graphs: true, fail_capture: all_graphs };
+    let mut machine = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
+    for (name, golden) in goldens {
+        let text = SmolGolden::all(&dir).into_iter().find(|golden| golden.name == name).unwrap();
+        let all = [&text.prompt_ids[..], &text.greedy_ids].concat();
+        let mut ours = Errors::default();
+        for (i, chain) in golden.chains.iter().enumerate() {
+            let n = text.prompt_ids.len() + i;
+            let limits = Limits { end_ids: Vec::new(), max_tokens: 100, context: 1024 };
+            machine.begin(&all[..n], 0, &Sampling::default(), &limits).unwrap();
+            machine.prefill(&all[..n - 1]).unwrap();
+            machine.verify(1).unwrap();
+            assert_eq!(machine.record().unwrap().tokens, [all[n]], "{name}: root {i}");
+            machine
+                .run_draft(chain.drafts.len(), &mut |draft, logits| {
+                    let golden = chain.ids[draft - 1].iter().zip(&chain.logits[draft - 1]);
+                    ours.0.extend(golden.map(|(id, logit)| (logits[map.binary_search(id).unwrap()] - logit).abs()));
+                    chain.drafts[draft - 1]
+                })
+                .unwrap();
+        }
+        assert_eq!(ours.0.len(), 24 * 6 * 5);
+        within(&format!("drafter behind {name}"), &ours, bf16[&name].mean, bf16[&name].max);
+    }
+    hold("SmolLM2", check::extends(&mut machine, &token_ids(20, 49152), 200));
+}
+
+/// A drafter that is always wrong, and n-gram search that never finds anything, against plain decoding in the same engine, in turns.
+#[test]
+fn smollm2_useless_drafts_cost_little() {
+    let (Some(gpu), Some(dir)) = (gpu(), smollm2()) else { return };
+    let (config, weights) = model(&dir);
+    let machine = |drafter: Option<DraftModel>, ngram: bool| {
+        let options = Options { context: 2048, drafter, ngram, require_graphs: true, fail_capture: all_graphs };
+        Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap()
+    };
+    // The share of the time that tokens take without drafts, behind 64 rounds of the first answer.
+    let share = |what: &str, machine: Machine, drafting: Drafting, sampling: Sampling| {
+        let mut engine = Engine::new(Box::new(machine), drafting).unwrap();
+        let prompt = token_ids(64, 49152);
+        let mut run = |plain: bool, n: usize| {
+            engine.clear();
+            engine.pause_drafting(plain);
+            let request = Request { prompt: &prompt, sampling: &sampling, end_ids: &[], max_tokens: Some(n) };
+            let answer = engine.generate(&request, &mut |_: Event| Flow::Go).unwrap();
+            (answer.passes[8..].iter().map(|pass| pass.time.as_secs_f64()).sum::<f64>(), answer.tokens)
+        };
+        let plain = run(true, 64).1;
+        assert_eq!(run(false, 64).1, plain, "{what}");
+        let mut ratios: Vec<f64> = (0..9).map(|_| run(false, 1500).0 / run(true, 1500).0).collect();
+        ratios.sort_by(f64::total_cmp);
+        let accepted = engine.statistics().unwrap().accepted.iter().sum::<u64>();
+        println!(
+            "SmolLM2, {what}: {:.4} x the time of plain decoding ({:.4} to {:.4}), {accepted} drafts accepted",
+            ratios[4], ratios[0], ratios[8]
+        );
+        ratios[4]
+    };
+    let mut wrong = DraftModel::open(Path::new(DRAFTER), &config, &weights, None, Read::Mmap).unwrap();
+    wrong.map.as_mut().unwrap().iter_mut().for_each(|id| *id = (*id + 1) % 49152);
+    let eagle = Drafting { eagle: true, ..Drafting::default() };
+    assert!(share("drafts always wrong", machine(Some(wrong), false), eagle, Sampling::default()) < 1.03);
+    // Random tokens: hardly three of them ever stood there before.
+    let noise = Sampling { temperature: 100.0, seed: 1, ..Sampling::default() };
+    let ngram = Drafting { ngram: true, ..Drafting::default() };
+    assert!(share("n-gram search without matches", machine(None, true), ngram, noise) < 1.01);
+}
+
+/// A cycle is two graphs, queued one behind the other: the GPU hardly notices.
+#[test]
+fn smollm2_cycle_has_no_gap() {
+    let (Some(gpu), Some(dir)) = (gpu(), smollm2()) else { return };
+    let (config, weights) = model(&dir);
+    let drafter = DraftModel::open(Path::new(DRAFTER), &config, &weights, None, Read::Mmap).unwrap();
+    let options = Options { context: 2048, drafter: Some(drafter), ngram: false, require_graphs: true, fail_capture: all_graphs };
+    let mut machine = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
+    let [apart, one] = machine.time_cycle(4, 3, 101).unwrap();
+    println!(
+        "SmolLM2, verify of 4 rows and 3 drafts: {apart:.1} us as two graphs, {one:.1} us as one, so {:.1} us between graphs",
+        apart - one
+    );
+    assert!(apart - one < 3.0);
+    let mut engine = Engine::new(Box::new(machine), Drafting { eagle: true, fixed: Some(3), ..Drafting::default() }).unwrap();
+    let before = engine.counters();
+    let request = Request { prompt: &token_ids(64, 49152), sampling: &Sampling::default(), end_ids: &[], max_tokens: Some(200) };
+    let passes = engine.generate(&request, &mut |_: Event| Flow::Go).unwrap().passes.len() as u64;
+    let after = engine.counters();
+    let (verify, draft) = (after.verify_replays - before.verify_replays, after.draft_replays - before.draft_replays);
+    // One pass may be queued behind the end, and the last tokens leave no room for drafts.
+    assert!(
+        (passes..=passes + 1).contains(&verify) && (passes - 2..=passes).contains(&draft) && after.eager == 0,
+        "{passes} cycles: {after:?}"
+    );
+}
+
 /// A check must hold; what it says goes to the log.
 fn hold(name: &str, held: anyhow::Result<String>) {
     println!("{name}: {}", held.unwrap_or_else(|e| panic!("{name}: {e:#}")));
@@ -304,6 +451,41 @@ fn smollm2() -> Option<PathBuf> {
     None
 }
 
+/// The drafter that the repository brings.
+const DRAFTER: &str = "models/smollm2-135m-instruct-eagle3";
+
+/// SmolLM2 as the commands load it.
+fn session(dir: &Path, drafter: bool, ngram: bool, draft_tokens: Option<usize>) -> Session {
+    Session::load(&ModelOptions {
+        dir: Some(dir.into()),
+        device: Device::Cuda,
+        context: Some(2048),
+        no_mmap: false,
+        weights: None,
+        draft: Some(Draft { dir: drafter.then(|| DRAFTER.into()), mtp: false, ngram }),
+        draft_tokens,
+        gpu: 0,
+        require_graphs: true,
+        random: false,
+        verbose: 0,
+    })
+    .unwrap()
+}
+
+/// The first `n` prompts of each benchmark, as the chat template has them.
+fn prompts(session: &Session, n: usize) -> Vec<Vec<u32>> {
+    let mut all = Vec::new();
+    for name in ["mt_bench", "humaneval", "gsm8k_100"] {
+        let text = std::fs::read_to_string(format!("prompts/{name}.jsonl")).unwrap();
+        for line in text.lines().take(n) {
+            let prompt: serde_json::Value = serde_json::from_str(line).unwrap();
+            let message = Message::new("user", prompt["turns"][0].as_str().unwrap());
+            all.push(answer::chat_ids(session, &[message], false).unwrap());
+        }
+    }
+    all
+}
+
 fn model(dir: &Path) -> (Config, volley::model::weights::Weights) {
     let config = Config::open(dir).unwrap();
     let weights = claim(&Table::builtin().unwrap(), &config, &Checkpoint::open(dir, Read::Mmap).unwrap()).unwrap();
@@ -336,22 +518,6 @@ fn forced(machine: &mut Machine, ids: &[u32], first: usize) -> Vec<f32> {
     for (i, tokens) in ids[first..].chunks(8).enumerate() {
         machine.force(Pass::Verify { width: 8 }, tokens, first + 8 * i, false).unwrap();
         logits.extend(machine.logits(tokens.len()).unwrap());
-    }
-    logits
-}
-
-/// `forced` in the reference, with what each step writes rounded to bf16.
-fn rounded(reference: &mut Reference, ids: &[u32], first: usize) -> Vec<f32> {
-    let mut logits = Vec::new();
-    let mut round = |step: &Step, out: &mut [f32], _: usize| match step {
-        Step::Linear(linear) if linear.weight.role == Role::Head => logits.extend_from_slice(out),
-        _ => out.iter_mut().for_each(|x| *x = half::bf16::from_f32(*x).to_f32()),
-    };
-    for (i, tokens) in ids[..first].chunks(64).enumerate() {
-        reference.run(Pass::Prefill { rows: 64 }, tokens, 64 * i, &mut round).unwrap();
-    }
-    for (i, tokens) in ids[first..].chunks(8).enumerate() {
-        reference.run(Pass::Verify { width: 8 }, tokens, first + 8 * i, &mut round).unwrap();
     }
     logits
 }

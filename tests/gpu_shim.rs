@@ -12,14 +12,14 @@ use std::sync::OnceLock;
 use volley::cmd::bench::token_ids;
 use volley::cmd::{check, doctor};
 use volley::cpu::Reference;
-use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling, Sequence};
+use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling, Sequence, MAX_DRAFTS};
 use volley::gpu::device::Gpu;
 use volley::gpu::machine::{Machine, Options};
 use volley::gpu::shim::Shim;
 use volley::gpu::weights::Source;
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
-use volley::model::plan::Pass;
+use volley::model::plan::{Owner, Pass, Step};
 use volley::model::weights::{claim, Table, Weights};
 
 /// Built once per test run.
@@ -103,7 +103,7 @@ fn rows_do_not_depend_on_width_or_chunk(name: &str, m: &mut Machine) {
     let tokens = prompt(20);
     let drafts: Vec<u32> = (0..3).map(|i| 300 + i).collect();
     let wide = logits(m, &tokens, 1024, &drafts); // the prefill kernels, then a pass of four rows
-    let wide_kv = m.kv().unwrap();
+    let wide_kv = m.kv_rows(Owner::Target, 23).unwrap();
     let vocab = wide.len() / 4;
     for (i, chunk) in [(0, 1), (1, 1024), (3, 8)] {
         let mut all = tokens.clone();
@@ -112,7 +112,7 @@ fn rows_do_not_depend_on_width_or_chunk(name: &str, m: &mut Machine) {
         assert!(one[..vocab].iter().zip(&wide[i * vocab..]).all(|(a, b)| a.to_bits() == b.to_bits()), "{name}: row {i}, chunk {chunk}");
     }
     // The last pass wrote the same rows as the wide one.
-    assert!(m.kv().unwrap() == wide_kv, "{name}: KV bits");
+    assert!(m.kv_rows(Owner::Target, 23).unwrap() == wide_kv, "{name}: KV bits");
     let rows: Vec<_> = wide.chunks_exact(vocab).collect();
     assert!((1..4).all(|i| rows[i] != rows[0]), "{name}: rows differ from each other");
 }
@@ -242,11 +242,54 @@ fn cycles(m: &mut Machine, sampling: &Sampling, drafts: usize, ngram: bool, n: u
     (all, widest)
 }
 
+/// The drafter's logits at every step of a chain, each draft given: near those of the reference, whatever norms it has; and draft-extend leaves what
+/// a prompt of the same text leaves.
+#[test]
+fn drafters_compute_what_the_reference_computes() {
+    for norms in [false, true] {
+        let (config, weights) = model("llama");
+        let drafter = || Some(tiny_llama_drafter(&config, &weights, norms));
+        let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+        let options = Options { context: 200, drafter: drafter(), ngram: true, require_graphs: false, fail_capture: |_| false };
+        let mut m = Machine::new(gpu, config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
+        let (drafter, again) = (drafter(), model("llama"));
+        let mut r = Reference::new(again.0, again.1, 200, drafter, false).unwrap();
+        let tokens = prompt(20);
+        for backend in [&mut m as &mut dyn Backend, &mut r] {
+            backend.begin(&tokens, 0, &Sampling::default(), &unlimited()).unwrap();
+            backend.prefill(&tokens[..19]).unwrap();
+            backend.verify(1).unwrap();
+        }
+        let root = r.record().unwrap().tokens;
+        assert_eq!(m.record().unwrap().tokens, root);
+        let mut expected: Vec<Vec<f32>> = Vec::new();
+        r.run(Pass::Draft { width: MAX_DRAFTS + 1, drafts: 3 }, &root, 19, &mut |step, out, _| {
+            if let Step::DraftToken { .. } = step {
+                expected.push(out.to_vec());
+            }
+        })
+        .unwrap();
+        let drafts = r.drafts().to_vec();
+        let mut n = 0;
+        m.run_draft(3, &mut |draft, logits| {
+            n += 1;
+            let expected = &expected[draft - 1];
+            let spread = expected.iter().fold(0f32, |m, x| m.max(x.abs()));
+            let worst = logits.iter().zip(expected).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
+            assert!(spread > 0.5 && worst < 0.02 * spread, "norms {norms}, draft {draft}: off by {worst}, logits up to {spread}");
+            drafts[draft - 1]
+        })
+        .unwrap();
+        assert_eq!(n, 3);
+        println!("{}", check::extends(&mut m, &token_ids(20, 512), 8).unwrap_or_else(|e| panic!("norms {norms}: {e:#}")));
+    }
+}
+
 #[test]
 fn drafts_change_the_passes_and_not_the_text() {
     let (config, weights) = model("llama");
     let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
-    let drafter = Some(tiny_llama_drafter(&config, &weights));
+    let drafter = Some(tiny_llama_drafter(&config, &weights, true));
     let options = Options { context: 200, drafter, ngram: true, require_graphs: false, fail_capture: |_| false };
     let mut m = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     for sampling in [Sampling::default(), Sampling { temperature: 0.8, seed: 5, ..Sampling::default() }] {

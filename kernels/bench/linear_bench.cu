@@ -30,8 +30,7 @@ const Variant kVariants[] = {
     V(linear_m8_t1_w16_a2, 1, 1, 16), V(linear_m8_t1_w8_a4, 1, 1, 8), V(linear_m8_t2_w8_a3, 2, 1, 8), V(linear_m16_t1_w16_a1, 1, 2, 16),
 };
 struct Prefill { const char* name; const void* f; int n, m, threads, shared; };
-const Prefill kPrefill[] = {{"prefill 128x128", (const void*)linear_prefill_128x128, 128, 128, 256, kPrefillRing}, {"prefill 64x64", (const void*)linear_prefill_64x64, 64, 64, 128, kPrefillRing},
-                            {"prefill 64x64_deep", (const void*)linear_prefill_64x64_deep, 64, 64, 128, kPrefillDeepRing}};
+const Prefill kPrefill[] = {{"prefill 128x128", (const void*)linear_prefill_128x128, 128, 128, 256, kPrefillRing}, {"prefill 64x64", (const void*)linear_prefill_64x64, 64, 64, 128, kPrefillRing}};
 struct Choice { const Variant* v; int per_sm; };   // blocks per SM at most; 0: one group of tiles a block
 struct Shape { const char* name; int n, k, epilogue; bool norm; };   // n: outputs (of silu: ffn)
 struct Model { const char* name; int layers; std::vector<Shape> layer; Shape head; };
@@ -39,7 +38,7 @@ struct Model { const char* name; int layers; std::vector<Shape> layer; Shape hea
 cudaStream_t stream;
 int n_sms;
 char* weights; size_t weights_bytes;
-bf16 *buffer[3], *norm_weight; float *logits, *max_value, *inverse, *squares; int* max_id;   // buffer: residual stream, inside of a layer, normed
+bf16 *buffer[3], *norm_weight; float *logits, *max_value, *inverse, *squares; int* max_id;   // buffer: two activations, and normed; logits: the residual stream, too
 double ceiling;   // GB/s
 
 size_t bytes_of(const Shape& s) { const int rows = s.epilogue == kEpilogueSilu ? 2 * s.n : s.n; return (size_t)(rows + 15) / 16 * 16 * k_blocks_of(s.k) * 64; }
@@ -56,7 +55,7 @@ LinearParams params_of(const Shape& s, size_t offset, const bf16* x, bf16* out, 
   LinearParams p{};
   p.part[0] = {(const uint4*)(weights + offset), x, s.norm ? squares : nullptr, nullptr, s.k, s.k, (unsigned short)segment_blocks_of(k_blocks_of(s.k)), segments(s.k), 1e-5f};
   p.n_parts = 1; p.n = s.n; p.n_tiles = s.epilogue == kEpilogueSilu ? (s.n + 7) / 8 : (s.n + 15) / 16;
-  p.rows = rows; p.epilogue = s.epilogue; p.out_stride = s.n; p.out = out; p.residual = out; p.logits = logits;
+  p.rows = rows; p.epilogue = s.epilogue; p.out_stride = s.n; p.out = out; p.stream = s.epilogue == kEpilogueResidual ? logits : nullptr; p.logits = logits;
   if (s.epilogue == kEpilogueLogits) { p.max_value = max_value; p.max_id = max_id; }
   return p;
 }
@@ -115,14 +114,14 @@ bool check_all() {
     const int n_weights = s.epilogue == kEpilogueSilu ? 2 * s.n : s.n, rows = 64;
     fill(weights, n_weights, s.k, true, 0.05f, 1);
     fill(buffer[0], rows, s.k, false, 2.0f, 2);
-    const size_t count = (size_t)rows * s.n, element = s.epilogue == kEpilogueLogits ? 4 : 2;
+    const size_t count = (size_t)rows * s.n, element = s.epilogue == kEpilogueLogits || s.epilogue == kEpilogueResidual ? 4 : 2;
     std::vector<char> expected(count * element), got(count * element);
-    auto reset = [&] { fill(buffer[1], rows, s.n, false, 1.0f, 3); CHECK(cudaMemsetAsync(logits, 0xff, count * 4, stream)); };
+    auto reset = [&] { fill(buffer[1], rows, s.n, false, 1.0f, 3); CHECK(cudaMemsetAsync(logits, 0x41, count * 4, stream)); };
     auto fetch = [&](std::vector<char>& to) { CHECK(cudaMemcpyAsync(to.data(), element == 4 ? (void*)logits : (void*)buffer[1], count * element, cudaMemcpyDeviceToHost, stream)); CHECK(cudaStreamSynchronize(stream)); };
     const bf16* x = s.norm ? buffer[2] : buffer[0];
     NormParams norm{buffer[0], norm_weight, buffer[2], inverse, squares, nullptr, rows, s.k, s.k, s.k, 1e-5f, 0};
-    launch((const void*)norm_rows, dim3((rows + 7) / 8), 256, 0, &norm, false);
-    auto shifted = [&](LinearParams p, int row) { p.part[0].x += (size_t)row * s.k; if (s.norm) p.part[0].squares += (size_t)row * (s.k / 16); p.out += (size_t)row * s.n; p.residual = p.out; p.logits += (size_t)row * s.n; p.max_value = nullptr; return p; };
+    launch((const void*)norm_rows_bf16, dim3((rows + 7) / 8), 256, 0, &norm, false);
+    auto shifted = [&](LinearParams p, int row) { p.part[0].x += (size_t)row * s.k; if (s.norm) p.part[0].squares += (size_t)row * (s.k / 16); p.out += (size_t)row * s.n; if (p.stream) p.stream += (size_t)row * s.n; p.logits += (size_t)row * s.n; p.max_value = nullptr; return p; };
     reset();
     for (int m = 0; m < rows; m++) {
       LinearParams p = shifted(params_of(s, 0, x, buffer[1], 1), m);
@@ -210,7 +209,7 @@ void time_prefill(const Model& m, int rows) {
         LinearParams p = params_of(s, offset, x, out, rows);
         if (s.norm) {
           NormParams q{x, norm_weight, buffer[2], inverse, nullptr, nullptr, rows, s.k, s.k, s.k, 1e-5f, 0};
-          launch((const void*)norm_rows, dim3((rows + 7) / 8), 256, 0, &q, true);
+          launch((const void*)norm_rows_bf16, dim3((rows + 7) / 8), 256, 0, &q, true);
           p.part[0].x = buffer[2]; p.part[0].inv = inverse;
         }
         prefill_launch(tile, p, rows);

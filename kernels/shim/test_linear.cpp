@@ -25,13 +25,13 @@ struct PrefillVariant { const char* name; int n_tile, m_tile, threads, shared_by
 const PrefillVariant kPrefill[] = {
     {"linear_prefill_128x128", 128, 128, 256, kPrefillRing},
     {"linear_prefill_64x64", 64, 64, 128, kPrefillRing},
-    {"linear_prefill_64x64_deep", 64, 64, 128, kPrefillDeepRing},
 };
 
 unsigned short segment_blocks(int k) { return segment_blocks_of(k_blocks_of(k)); }
 unsigned short n_segments(int k) { return (k_blocks_of(k) + segment_blocks(k) - 1) / segment_blocks(k); }
+float value(float x) { return x; }
 // As linear_row.cuh documents it.
-float tile_squares(const bf16* x) {
+template <class X> float tile_squares(const X* x) {
   float s[8];
   for (int i = 0; i < 8; i++) s[i] = value(x[i]) * value(x[i]) + value(x[i + 8]) * value(x[i + 8]);
   for (int n = 4; n; n /= 2) for (int i = 0; i < n; i++) s[i] = s[2 * i] + s[2 * i + 1];
@@ -51,8 +51,9 @@ std::vector<uint4> retiled(const std::vector<bf16>& w, int n, int k) {
 struct Problem {
   int n, k[2], n_parts, epilogue, rows; bool norm, bias, tap, feeds;   // feeds: writes normed and squares of its output
   int outputs, n_weights, n_tiles;   // outputs of a row; rows of the weight; tiles
-  std::vector<bf16> w[2], x[2], g[2], normed[2], bias_, residual, next_norm;
-  std::vector<float> squares[2];
+  std::vector<bf16> w[2], x[2], g[2], normed[2], bias_, next_norm;
+  std::vector<float> squares[2], residual;
+  bool streams;                      // the output is a residual stream in f32
   std::vector<uint4> tiles[2];
   std::vector<double> expected;   // [rows][outputs]
   float eps = 1e-5f;
@@ -82,7 +83,8 @@ struct Problem {
     bias_ = rounded(numbers(n, seed * 17));
     next_norm = rounded(numbers(n, seed * 23));
     feeds = n % 16 == 0 && (epilogue == kEpilogueStore || epilogue == kEpilogueResidual);
-    residual = rounded(numbers((size_t)rows * n, seed * 19, 3.0f));
+    streams = epilogue == kEpilogueResidual || (epilogue == kEpilogueStore && seed % 2 == 0);
+    residual = numbers((size_t)rows * n, seed * 19, 3.0f);
     expected.resize((size_t)rows * outputs);
     auto dot = [&](int m, int row) {
       double y = 0;
@@ -100,7 +102,7 @@ struct Problem {
       double y = dot(m, j);
       if (gated) { const double up = dot(m, n + j); y = y / (1 + std::exp(-y)) * up; }
       else if (bias) y += value(bias_[j]);
-      if (epilogue == kEpilogueResidual) y += value(residual[(size_t)m * n + j]);
+      if (epilogue == kEpilogueResidual) y += residual[(size_t)m * n + j];
       expected[(size_t)m * outputs + j] = y;
     }
   }
@@ -123,21 +125,25 @@ Result launch_rows(const Problem& q, const char* name, dim3 grid, unsigned threa
   r.max_value = poisoned<float>((size_t)rows * grid.x); r.max_id = poisoned<int>((size_t)rows * grid.x);
   p.rows = rows;
   for (int i = 0; i < q.n_parts; i++) { p.part[i].x += (size_t)first_row * p.part[i].x_stride; if (p.part[i].squares) p.part[i].squares += (size_t)first_row * (p.part[i].k / 16); }
-  std::vector<bf16> in_place(q.residual.begin() + (size_t)first_row * q.n, q.residual.begin() + (size_t)(first_row + rows) * q.n);
-  in_place.resize(count + guard, __float2bfloat16(7));
+  const bool adds = q.epilogue == kEpilogueResidual;
+  auto stream = poisoned<float>(count + guard);
+  if (adds) {
+    stream.assign(q.residual.begin() + (size_t)first_row * q.n, q.residual.begin() + (size_t)(first_row + rows) * q.n);
+    stream.resize(count + guard, 7);
+  }
   p.out = out.data(); p.logits = logits.data();
-  if (q.epilogue == kEpilogueResidual) { p.residual = in_place.data(); p.out = in_place.data(); }
-  if (q.tap) p.tap = r.tap.data();
+  if (q.streams) { p.stream = stream.data(); p.out = nullptr; }
+  if (q.tap && adds) p.tap = r.tap.data();
   const bool is_prefill = std::strstr(name, "prefill");
   r.normed = poisoned<bf16>(count); r.squares = poisoned<float>((size_t)rows * (q.n / 16));
   if (q.feeds && !is_prefill) { p.next_norm = q.next_norm.data(); p.normed = r.normed.data(); p.squares = r.squares.data(); }
   if (q.epilogue == kEpilogueLogits && !is_prefill) { p.max_value = r.max_value.data(); p.max_id = r.max_id.data(); }
   run(name, grid, threads, p, shared_bytes);
-  const bf16* from = p.out;
-  for (size_t i = 0; i < (size_t)valid * q.outputs; i++) r.y.push_back(q.epilogue == kEpilogueLogits ? logits[i] : value(from[i]));
+  auto found = [&](size_t i) { return q.epilogue == kEpilogueLogits ? logits[i] : q.streams ? stream[i] : value(out[i]); };
+  for (size_t i = 0; i < (size_t)valid * q.outputs; i++) r.y.push_back(found(i));
   r.outside = false;   // written beyond the rows in use?
   for (size_t i = (size_t)valid * q.outputs; i < count + guard; i++)
-    r.outside |= q.epilogue == kEpilogueLogits ? logits[i] == logits[i] : q.epilogue == kEpilogueResidual ? value(from[i]) != (i < count ? value(q.residual[(size_t)first_row * q.n + i]) : 7.0f) : value(from[i]) == value(from[i]);
+    r.outside |= adds ? found(i) != (i < count ? q.residual[(size_t)first_row * q.n + i] : 7.0f) : found(i) == found(i);
   return r;
 }
 Result decode(const Problem& q, const Variant& v, int rows, int first_row, int blocks) {
@@ -155,11 +161,11 @@ Result prefill(const Problem& q, const PrefillVariant& v, int chunk, Problem& sc
     normed[i] = poisoned<bf16>((size_t)chunk * q.k[i]); inv[i] = poisoned<float>(chunk);
     auto squares = poisoned<float>((size_t)chunk * (q.k[i] / 16));
     NormParams n{scratch.x[i].data(), q.g[i].data(), normed[i].data(), inv[i].data(), squares.data(), &count, chunk, q.k[i], q.k[i], q.k[i], q.eps, 0};
-    run("norm_rows", dim3((chunk + 7) / 8), 256, n);
-    check(same_bits(normed[i].data(), q.normed[i].data(), q.normed[i].size()) && same_bits(squares.data(), q.squares[i].data(), q.squares[i].size()), "norm_rows: normed and squares (k %d)", q.k[i]);
+    run("norm_rows_bf16", dim3((chunk + 7) / 8), 256, n);
+    check(same_bits(normed[i].data(), q.normed[i].data(), q.normed[i].size()) && same_bits(squares.data(), q.squares[i].data(), q.squares[i].size()), "norm_rows_bf16: normed and squares (k %d)", q.k[i]);
     p.part[i].x = normed[i].data(); p.part[i].inv = inv[i].data(); p.part[i].squares = nullptr;
   }
-  scratch.residual.resize((size_t)chunk * q.n, __float2bfloat16(7));
+  scratch.residual.resize((size_t)chunk * q.n, 7);
   p.n_rows = &count;
   char name[64]; std::snprintf(name, sizeof name, "%s%s", v.name, q.n_parts > 1 ? "_two" : "");
   return launch_rows(scratch, name, dim3((chunk + v.m_tile - 1) / v.m_tile, (q.n_tiles * 16 + v.n_tile - 1) / v.n_tile), v.threads, v.shared_bytes, p, chunk, 0, q.rows);
@@ -167,7 +173,7 @@ Result prefill(const Problem& q, const PrefillVariant& v, int chunk, Problem& sc
 
 bool close(const Problem& q, const std::vector<float>& y, int first_row, const char* what) {
   double worst = 0, xy = 0, xx = 0, yy = 0; size_t at = 0; bool finite = true;
-  const double bound = q.epilogue == kEpilogueLogits ? 2e-5 : 4.5e-3;   // f32 sums; bf16 rounding of the output is 2^-8
+  const double bound = q.epilogue == kEpilogueLogits || q.streams ? 2e-5 : 4.5e-3;   // f32 sums; bf16 rounding of the output is 2^-8
   for (size_t i = 0; i < y.size(); i++) {
     const double e = q.expected[(size_t)first_row * q.outputs + i], d = std::fabs(y[i] - e) / (0.5 + std::fabs(e));
     if (!(d <= 1e30)) { finite = false; at = i; break; }
@@ -198,14 +204,14 @@ void check_problem(const Problem& q, const std::vector<int>& widths, bool all_va
       check(same_bits(r.y.data(), &rows_alone[(size_t)first * q.outputs], r.y.size()) && !r.outside, "%s width %d: bits of one row at a time (n %d k %d+%d epilogue %d norm %d)", variant.name, width, q.n, q.k[0], q.k[1], q.epilogue, q.norm);
       if (q.epilogue == kEpilogueResidual && q.tap) {
         bool same = true;
-        for (int m = 0; m < width; m++) for (int j = 0; j < q.n; j++) same &= value(r.tap[(size_t)m * (q.outputs + 3) + j]) == r.y[(size_t)m * q.outputs + j];
-        check(same, "%s width %d: the tap equals the output", variant.name, width);
+        for (int m = 0; m < width; m++) for (int j = 0; j < q.n; j++) same &= value(r.tap[(size_t)m * (q.outputs + 3) + j]) == value(__float2bfloat16(r.y[(size_t)m * q.outputs + j]));
+        check(same, "%s width %d: the tap is the output, rounded", variant.name, width);
       }
       if (q.feeds) {
         bool same = true;
         for (int m = 0; m < width; m++) {
-          std::vector<bf16> row;
-          for (int j = 0; j < q.n; j++) { row.push_back(__float2bfloat16(r.y[(size_t)m * q.n + j])); same &= value(r.normed[(size_t)m * q.n + j]) == value(__float2bfloat16(value(row[j]) * value(q.next_norm[j]))); }
+          const float* row = &r.y[(size_t)m * q.n];
+          for (int j = 0; j < q.n; j++) same &= value(r.normed[(size_t)m * q.n + j]) == value(__float2bfloat16(row[j] * value(q.next_norm[j])));
           for (int j = 0; j < q.n; j += 16) same &= r.squares[m * (q.n / 16) + j / 16] == tile_squares(&row[j]);
         }
         check(same, "%s width %d: normed and squares of the output (n %d)", variant.name, width, q.n);
@@ -275,19 +281,19 @@ void check_embed() {
   for (int i = 0; i < 16; i++) state.drafts[i] = (i * 37 + 5) % vocab;
   const char* const sources[] = {"the state", "a list", "a list from start + offset on"};
   for (int source = 0; source < 3; source++) {
-    auto x = poisoned<bf16>((size_t)rows * 96), normed = x; auto squares = poisoned<float>(rows * 5); const auto norm = rounded(numbers(hidden, 3));
+    auto x = poisoned<float>((size_t)rows * 96); auto normed = poisoned<bf16>((size_t)rows * 96); auto squares = poisoned<float>(rows * 5); const auto norm = rounded(numbers(hidden, 3));
     const int offset = source == 2 ? 2 : 0, first = source == 2 ? start + offset : 0;
     EmbedParams p{tiles.data(), x.data(), norm.data(), normed.data(), squares.data(), source ? tokens : nullptr, source == 2 ? &start : nullptr, &state, &state.rows,
                   rows, hidden, 96, offset};
     run("embed", dim3(rows), 128, p);
     bool ok = true;
     for (int m = 0; m < state.rows; m++) {
-      for (int c = 0; c < hidden; c++) ok &= value(normed[m * 96 + c]) == value(__float2bfloat16(value(x[m * 96 + c]) * value(norm[c])));
+      for (int c = 0; c < hidden; c++) ok &= value(normed[m * 96 + c]) == value(__float2bfloat16(x[m * 96 + c] * value(norm[c])));
       for (int c = 0; c < hidden; c += 16) ok &= squares[m * 5 + c / 16] == tile_squares(&x[m * 96 + c]);
     }
     for (int m = 0; m < rows; m++) for (int c = 0; c < 96; c++) {
       const int token = source ? tokens[first + m] : m == 0 ? state.root : state.drafts[m - 1];
-      const float v = value(x[m * 96 + c]);
+      const float v = x[m * 96 + c];
       ok &= m < state.rows && c < hidden ? v == value(table[(size_t)token * hidden + c]) : v != v;
     }
     check(ok, "embed, tokens from %s", sources[source]);
@@ -295,10 +301,42 @@ void check_embed() {
 }
 }  // namespace
 
+// norm_rows of a stream, and norms that are steps: against f64, rows and columns beyond those in use untouched.
+template <class X> void check_norms(const char* rows_kernel, const char* step_kernel) {
+  const int rows = 21, in_use = 19, k = 560, stride = 600;
+  std::vector<X> x = poisoned<X>((size_t)rows * stride);
+  const auto f = numbers(x.size(), 21, 2.0f);
+  for (int m = 0; m < rows; m++) for (int c = 0; c < k; c++) x[(size_t)m * stride + c] = X(f[(size_t)m * stride + c]);
+  const auto norm = rounded(numbers(k, 22));
+  auto normed = poisoned<bf16>((size_t)rows * stride); auto step = poisoned<X>((size_t)rows * stride); auto inv = poisoned<float>(rows), squares = poisoned<float>(rows * (k / 16));
+  NormParams p{x.data(), norm.data(), normed.data(), inv.data(), squares.data(), &in_use, rows, k, stride, stride, 1e-5f, 0};
+  run(rows_kernel, dim3((rows + 7) / 8), 256, p);
+  p.normed = step.data(); p.inv = nullptr; p.squares = nullptr;
+  run(step_kernel, dim3((rows + 7) / 8), 256, p);
+  bool ok = true;
+  for (int m = 0; m < rows; m++) {
+    double ss = 0;
+    for (int c = 0; c < k; c++) ss += (double)value(x[(size_t)m * stride + c]) * value(x[(size_t)m * stride + c]);
+    const double expected = 1 / std::sqrt(ss / k + 1e-5);
+    if (m < in_use) ok &= std::fabs(inv[m] / expected - 1) < 1e-6;
+    for (int c = 0; c < k; c += 16) ok &= m < in_use ? squares[m * (k / 16) + c / 16] == tile_squares(&x[(size_t)m * stride + c]) : squares[m * (k / 16) + c / 16] != squares[m * (k / 16) + c / 16];
+    for (int c = 0; c < stride; c++) {
+      const size_t at = (size_t)m * stride + c;
+      if (m >= in_use || c >= k) { ok &= value(step[at]) != value(step[at]) && value(normed[at]) != value(normed[at]); continue; }
+      const double y = value(x[at]) * expected * value(norm[c]), bound = sizeof(X) == 4 ? 1e-6 : 4e-3;
+      ok &= value(normed[at]) == value(__float2bfloat16(value(x[at]) * value(norm[c])));
+      ok &= std::fabs(value(step[at]) - y) <= bound * (std::fabs(y) + 1e-3);
+    }
+  }
+  check(ok, "%s and %s", rows_kernel, step_kernel);
+}
+
 int main() {
   const bool quick = std::getenv("SHIM_QUICK");
   check_repack();
   check_embed();
+  check_norms<float>("norm_rows", "norm_step");
+  check_norms<bf16>("norm_rows_bf16", "norm_step_bf16");
   //                 n     k0   k1  epilogue           rows norm bias seed
   check_problem(Problem(96, 576, 0, kEpilogueStore, 9, true, true, 1), {1, 2, 3, 5, 8, 9}, true);
   check_problem(Problem(100, 96, 0, kEpilogueResidual, 9, false, true, 3), {1, 4, 7, 8, 9}, !quick);

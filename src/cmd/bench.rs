@@ -1,6 +1,6 @@
 //! `volley bench`: time to the first token and time per token at prompt lengths and depths, and the share of the memory's read rate.
 //!
-//! With `--prompts`, instead: real prompts, plain and speculative decoding side by side.
+//! With `--prompts`, instead: real prompts, plain and speculative decoding side by side. With `--cycle`: what the passes of a speculative cycle cost.
 //!
 //! Fixed token ids, greedy, no end tokens, no tokenizer. The read rate is measured in the same run: on the CPU all threads add up a buffer
 //! too large for any cache, a GPU streams one. A row's bytes per token are what the plan says must be read.
@@ -32,6 +32,8 @@ pub struct Options {
     /// Prompts for plain and speculative decoding, as in prompts/: one object a line with `turns`; the first `limit` of each file.
     pub prompt_files: Vec<PathBuf>,
     pub limit: usize,
+    /// What verify and draft passes cost, and nothing else.
+    pub cycle: bool,
     pub json: bool,
 }
 
@@ -44,6 +46,10 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
     }
     if !options.prompt_files.is_empty() {
         return compare(model, options);
+    }
+    if options.cycle {
+        let model = Model::load(model)?;
+        return cycle(&model, options.json, &mut io::stdout());
     }
     let longest = |list: &[usize]| list.iter().copied().max().unwrap_or(0);
     let needed = longest(&options.prompts).checked_add(longest(&options.depths)).and_then(|n| n.checked_add(options.generate));
@@ -117,16 +123,33 @@ fn compare(model: &ModelOptions, options: &Options) -> Result<u8> {
         let line = if options.json { set.json(&session.model).to_string() } else { set.text() };
         writeln!(out, "{line}")?;
     }
-    let costs = session.model.engine.costs().expect("checked above");
-    if !options.json {
-        let list = |times: &[f64]| times.iter().map(|ms| format!("{ms:.3}")).collect::<Vec<_>>().join(" ");
-        writeln!(out, "verify of 1 to {} rows, ms: {}", MAX_DRAFTS + 1, list(&costs.verify))?;
-        if session.model.drafter.is_some() {
-            writeln!(out, "draft pass of 1 to {MAX_DRAFTS} drafts, ms: {}", list(&costs.draft))?;
-        }
-        let even: Vec<f64> = (1..=MAX_DRAFTS).map(|k| costs.break_even(k)).collect();
-        writeln!(out, "break-even accept length with 1 to {MAX_DRAFTS} drafts: {}", list(&even))?;
+    cycle(&session.model, options.json, &mut out)
+}
+
+/// Times of the passes of a cycle as the engine knows them: verify, draft-extend with the first draft, each further draft, and what they ask of drafts.
+fn cycle(model: &Model, json: bool, out: &mut impl Write) -> Result<u8> {
+    let Some(costs) = model.engine.costs() else { bail!("--cycle: expected drafts, found none; give --draft DIR or ngram") };
+    let even: Vec<f64> = (1..=MAX_DRAFTS).map(|k| costs.break_even(k)).collect();
+    let extend = costs.draft[0];
+    let each = (costs.draft[MAX_DRAFTS - 1] - extend) / (MAX_DRAFTS - 1) as f64;
+    if json {
+        let row = json!({
+            "model": model.name, "device": model.device, "commit": COMMIT, "drafter": model.drafter, "verify_ms": costs.verify, "draft_ms": costs.draft,
+            "extend_ms": extend, "each_draft_ms": each, "break_even_accept_length": even,
+        });
+        writeln!(out, "{row}")?;
+        return Ok(error::FINE);
     }
+    let list = |times: &[f64]| times.iter().map(|ms| format!("{ms:.3}")).collect::<Vec<_>>().join(" ");
+    writeln!(out, "verify of 1 to {} rows, ms: {}", MAX_DRAFTS + 1, list(&costs.verify))?;
+    if model.drafter.is_some() {
+        writeln!(
+            out,
+            "draft pass of 1 to {MAX_DRAFTS} drafts, ms: {}; extend {extend:.3}, each further draft {each:.3}",
+            list(&costs.draft)
+        )?;
+    }
+    writeln!(out, "break-even accept length with 1 to {MAX_DRAFTS} drafts: {}", list(&even))?;
     Ok(error::FINE)
 }
 
@@ -137,6 +160,8 @@ struct Set {
     /// Tokens per second of each prompt, plain and speculative.
     rates: Vec<[f64; 2]>,
     statistics: Statistics,
+    /// CPU time of this thread per speculative cycle, microseconds.
+    host_us: f64,
     /// Prompts whose answer repeats itself: less than half of its runs of four tokens are different. They flatter any drafter.
     loops: usize,
 }
@@ -149,7 +174,8 @@ impl Set {
         }
         let text = std::fs::read_to_string(file).with_context(|| format!("{}: expected a file of prompts", file.display()))?;
         let name = file.file_name().map_or_else(|| file.display().to_string(), |name| name.to_string_lossy().into_owned());
-        let mut set = Set { name, tokens: 0, rates: Vec::new(), statistics: Statistics::default(), loops: 0 };
+        let mut set = Set { name, tokens: 0, rates: Vec::new(), statistics: Statistics::default(), host_us: 0.0, loops: 0 };
+        let (mut cpu_us, mut cycles) = (0.0, 0);
         session.model.engine.reset_statistics();
         for (i, line) in text.lines().filter(|line| !line.trim().is_empty()).take(options.limit).enumerate() {
             let place = || format!("{}: line {}", file.display(), i + 1);
@@ -164,7 +190,11 @@ impl Set {
                 let request = Request { prompt: &ids, sampling: &Sampling::default(), end_ids: &ends, max_tokens: Some(options.generate) };
                 engine.generate(&request, &mut |_| Flow::Go)
             };
-            let (plain, drafted) = (run(true)?, run(false)?);
+            let plain = run(true)?;
+            let before = stats::thread_cpu_us();
+            let drafted = run(false)?;
+            cpu_us += stats::thread_cpu_us() - before;
+            cycles += drafted.passes.len();
             if plain.tokens != drafted.tokens {
                 return Err(error::internal(format!("{}: speculative decoding gave other tokens than plain decoding", place())));
             }
@@ -177,6 +207,7 @@ impl Set {
             bail!("{}: expected prompts, found none", file.display());
         }
         set.statistics = session.model.engine.statistics().cloned().unwrap_or_default();
+        set.host_us = cpu_us / cycles.max(1) as f64;
         Ok(set)
     }
 
@@ -191,25 +222,23 @@ impl Set {
         let loops =
             if self.loops > 0 { format!("; {} of {} answers repeat themselves", self.loops, self.rates.len()) } else { String::new() };
         format!(
-            "{:22} {:6} {plain:12.1} {drafted:12.1} {:6.2}  {:.2}: {}{loops}",
+            "{:22} {:6} {plain:12.1} {drafted:12.1} {:6.2}  {:.2}: {}; host {:.0} us of CPU a cycle{loops}",
             self.name,
             self.tokens,
             drafted / plain,
             self.statistics.accept_length(),
-            shares.join(" ")
+            shares.join(" "),
+            self.host_us
         )
     }
 
     fn json(&self, model: &Model) -> serde_json::Value {
         let [plain, drafted] = self.mean();
-        let costs = model.engine.costs().expect("drafting is on");
-        let even: Vec<f64> = (1..=MAX_DRAFTS).map(|k| costs.break_even(k)).collect();
         json!({
             "model": model.name, "dtype": model.dtype, "device": model.device, "threads": rayon::current_num_threads(), "commit": COMMIT,
             "drafter": model.drafter, "prompts": self.name, "tokens": self.tokens, "plain_tokens_per_s": plain, "speculative_tokens_per_s": drafted,
             "ratio": drafted / plain, "accept_length": self.statistics.accept_length(), "acceptance": self.statistics.acceptance(),
-            "speculation": self.statistics, "answers_that_repeat": self.loops, "verify_ms": costs.verify, "draft_ms": costs.draft,
-            "break_even_accept_length": even, "samples": { "tokens_per_s": self.rates },
+            "speculation": self.statistics, "answers_that_repeat": self.loops, "host_cpu_us_per_cycle": self.host_us, "samples": { "tokens_per_s": self.rates },
         })
     }
 }

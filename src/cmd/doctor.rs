@@ -72,6 +72,7 @@ fn facts(gpu: &Gpu) -> Result<()> {
     say(format_args!("memory      {} of {} free", shown_bytes(free as u64), shown_bytes(total as u64)))?;
     let rate = probe::read_ceiling(gpu)?;
     say(format_args!("read rate   {}/s", shown_bytes(rate as u64)))?;
+    say(format_args!("copy rate   {}/s from page-locked memory", shown_bytes(probe::copy_rate(gpu)? as u64)))?;
     let cost = probe::node_cost(gpu)?;
     say(format_args!("graph node  {:.2} us, {:.2} us where it may start early", cost.full_us, cost.early_us))
 }
@@ -107,6 +108,9 @@ impl Report {
         self.verdict("chunks", || check::chunks(&mut machine, &ids[..ids.len().min(700)]))?;
         self.verdict("sampling", || check::sampling(&mut machine, &ids))?;
         self.verdict("drafts", || check::drafts(&mut machine, &ids))?;
+        if drafter {
+            self.verdict("drafter", || check::extends(&mut machine, &ids, SPECULATED))?;
+        }
         self.verdict("speculation", || check::speculation(&mut machine, &ids, SPECULATED, drafter))
     }
 

@@ -176,7 +176,7 @@ impl Model {
                 Some(DraftModel::mtp(&table, &config, checkpoint)?)
             }
             (Some(dir), Some(weights)) => Some(DraftModel::open(dir, &config, weights, tokens, read)?),
-            (Some(_), None) => bail!("--draft: random weights have no drafter; use --draft none"),
+            (Some(dir), None) => Some(DraftModel::random(dir, &config)?),
             (None, _) => None,
         };
         let dtype = match &weights {

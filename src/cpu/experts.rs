@@ -11,7 +11,7 @@ impl Reference {
     /// routes = the experts of each row, ascending, then their weights.
     pub(super) fn route(&mut self, plan: &Plan, router: &Router, at: Rows) -> Result<()> {
         let rows = at.count(plan.buffer(router.routes).rows);
-        let input = self.scaled_input(plan, &router.input, at, rows);
+        let input = self.scaled_input(plan, router.input.x, 0, router.input.dim, router.input.norm, at, rows);
         let n = router.routing.n_experts;
         let mut logits = vec![0.0; n * rows]; // [expert][row]
         products(&Numbers::of_part(self.weights.get(router.weight), 0)?, &[input], rows, &mut logits);
@@ -31,7 +31,7 @@ impl Reference {
     /// act = silu(gate) * up of each expert of a row, in the order of its routes, then of the shared one.
     pub(super) fn experts_up(&mut self, plan: &Plan, m: &Mixture, at: Rows) -> Result<()> {
         let rows = at.count(plan.buffer(m.act).rows);
-        let input = self.scaled_input(plan, &m.input, at, rows);
+        let input = self.scaled_input(plan, m.input.x, 0, m.input.dim, m.input.norm, at, rows);
         let mut act = vec![0.0; rows * plan.buffer(m.act).dim];
         let width = plan.buffer(m.act).dim;
         let weight = self.weights.get(m.gate_up);

@@ -10,7 +10,7 @@ use crate::decode::sample::{greedy, gumbel};
 use crate::decode::{draft_ngram, Backend, Counters, Limits, Record, Sampling, Sequence, StepTime, MAX_DRAFTS};
 use crate::model::config::{Config, Rope};
 use crate::model::draft::DraftModel;
-use crate::model::plan::{self, Attention, BufferId, BufferKind, Epilogue, Input, Linear, Owner, Pass, Plan, Ranks, Step, Storage, Tokens};
+use crate::model::plan::{self, Attention, BufferId, BufferKind, Epilogue, Linear, Owner, Pass, Plan, Ranks, Step, Storage, Tokens};
 use crate::model::plan::{FEATURE_ROWS, MAX_WIDTH};
 use crate::model::quant::check_scales;
 use crate::model::weights::{Weight, WeightId, Weights};
@@ -237,8 +237,8 @@ impl Reference {
                     mixture.act
                 }
                 Step::ExpertsDown(mixture) => self.experts_down(&plan, mixture, rows)?,
-                Step::Norm { x, weight, out, dim } => {
-                    self.norm(&plan, *x, *weight, *out, *dim, rows);
+                Step::Norm { x, column, weight, out, dim } => {
+                    self.norm(&plan, *x, *column, *weight, *out, *dim, rows);
                     *out
                 }
                 Step::Select { x, out, dim } => {
@@ -327,13 +327,15 @@ impl Reference {
         Ok(())
     }
 
-    fn norm(&mut self, plan: &Plan, x: BufferId, weight: WeightId, out: BufferId, dim: usize, rows: Rows) {
+    #[allow(clippy::too_many_arguments)]
+    fn norm(&mut self, plan: &Plan, x: BufferId, column: usize, weight: WeightId, out: BufferId, dim: usize, rows: Rows) {
         let n = rows.count(plan.buffer(out).rows);
-        let normed = self.scaled_input(plan, &Input { x, dim, column: 0, norm: Some(weight) }, rows, n);
+        let normed = self.scaled_input(plan, x, column, dim, Some(weight), rows, n);
+        let stride = plan.buffer(out).dim;
         let out = self.buffer_mut(plan, out);
         for r in 0..n {
             for i in 0..dim {
-                out[r * dim + i] = normed.x[r * dim + i] * normed.inv[r];
+                out[r * stride + column + i] = normed.x[r * dim + i] * normed.inv[r];
             }
         }
     }
@@ -361,25 +363,35 @@ impl Reference {
         Ok(chosen.1)
     }
 
-    /// x * norm weight, and 1/rms of each row (1 without a norm).
-    pub(super) fn scaled_input(&self, plan: &Plan, input: &Input, rows: Rows, n: usize) -> Scaled {
-        let buffer = plan.buffer(input.x);
+    /// Columns of x times norm weight, and 1/rms of each row of them (1 without a norm).
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn scaled_input(
+        &self,
+        plan: &Plan,
+        x: BufferId,
+        column: usize,
+        dim: usize,
+        norm: Option<WeightId>,
+        rows: Rows,
+        n: usize,
+    ) -> Scaled {
+        let buffer = plan.buffer(x);
         let all = &self.buffers[buffer.name];
-        let weight = input.norm.map(|id| &self.vectors[&id]);
-        let mut x = Vec::with_capacity(n * input.dim);
+        let weight = norm.map(|id| &self.vectors[&id]);
+        let mut x = Vec::with_capacity(n * dim);
         let mut inv = vec![1.0; n];
         for (r, inv) in inv.iter_mut().enumerate() {
             let at = if buffer.kind == BufferKind::Feature { (rows.position + r) % FEATURE_ROWS } else { r };
-            let row = &all[at * buffer.dim + input.column..][..input.dim];
+            let row = &all[at * buffer.dim + column..][..dim];
             match weight {
                 None => x.extend_from_slice(row),
                 Some(weight) => {
-                    *inv = 1.0 / (dot::sum_of_squares(row) / input.dim as f32 + plan.eps(input.norm.expect("a weight of one"))).sqrt();
+                    *inv = 1.0 / (dot::sum_of_squares(row) / dim as f32 + plan.eps(norm.expect("a weight of one"))).sqrt();
                     x.extend(row.iter().zip(weight).map(|(x, w)| x * w));
                 }
             }
         }
-        Scaled { x, inv, dim: input.dim }
+        Scaled { x, inv, dim }
     }
 
     fn linear(&mut self, plan: &Plan, linear: &Linear, at: Rows) -> Result<BufferId> {
@@ -390,7 +402,7 @@ impl Reference {
         | Epilogue::Partial { out }
         | Epilogue::Logits { out }) = linear.epilogue;
         let rows = at.count(plan.buffer(out).rows);
-        let inputs: Vec<Scaled> = linear.inputs.iter().map(|i| self.scaled_input(plan, i, at, rows)).collect();
+        let inputs: Vec<Scaled> = linear.inputs.iter().map(|i| self.scaled_input(plan, i.x, 0, i.dim, i.norm, at, rows)).collect();
         // [n, rows]: one weight row meets every token while it is in the cache.
         let mut sums = vec![0.0f32; linear.n * rows];
         let mut first = 0;

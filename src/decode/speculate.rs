@@ -158,7 +158,8 @@ impl Speculation {
                 return Behind::Drafts(eagle.drafts);
             }
         }
-        match ngram_pays {
+        // Without a match plain passes are queued ahead, so that text that repeats nothing costs nothing; the first match waits for one of them.
+        match ngram_pays && self.matched {
             true => Behind::Nothing,
             false => Behind::Plain,
         }

@@ -18,7 +18,9 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Every kernel, resolved at start.
 pub struct Kernels {
     embed: Kernel,
-    pub norm_rows: Kernel,
+    /// Of a stream, and of bf16 features.
+    pub norm_rows: [Kernel; 2],
+    norm_step: [Kernel; 2],
     linear: Vec<LinearVariant>,
     /// For up to 256 rows, and for more.
     linear_prefill: [PrefillVariant; 2],
@@ -58,6 +60,9 @@ struct PrefillVariant {
     kernel: Kernel,
 }
 
+/// Rows of a block of the norm kernels.
+const NORM_ROWS: usize = 8;
+
 /// prefill_shared_bytes of both tiles: as many stages as fit into 96 KB.
 const PREFILL_SHARED: u32 = 96 << 10;
 
@@ -70,7 +75,8 @@ impl Kernels {
         };
         Ok(Kernels {
             embed: k("embed")?,
-            norm_rows: k("norm_rows")?,
+            norm_rows: [k("norm_rows")?, k("norm_rows_bf16")?],
+            norm_step: [k("norm_step")?, k("norm_step_bf16")?],
             linear: vec![variant(1, 512, "linear_m8_t1_w16_a2")?, variant(2, 512, "linear_m16_t1_w16_a1")?],
             linear_prefill: [prefill(64, 64, 128, "linear_prefill_64x64")?, prefill(128, 128, 256, "linear_prefill_128x128")?],
             linear_two: variant(2, 512, "linear_two")?,
@@ -142,6 +148,14 @@ impl Matrix {
 
     pub(super) fn bytes(&self) -> usize {
         self.parts.iter().map(|p| self.part_bytes(p)).sum()
+    }
+}
+
+/// Bytes of one number of a buffer.
+pub fn element_bytes(kind: BufferKind) -> usize {
+    match kind {
+        BufferKind::Logits | BufferKind::Stream | BufferKind::Routes => 4,
+        BufferKind::Activation | BufferKind::Feature => 2,
     }
 }
 
@@ -251,9 +265,8 @@ pub fn norms(plan: &Plan) -> Norms {
             Step::Linear(l) => {
                 for (j, input) in l.inputs.iter().enumerate() {
                     let Some(norm) = input.norm else { continue };
-                    let whole = input.column == 0 && input.dim == plan.buffer(input.x).dim;
                     match writer.get(&input.x) {
-                        Some(&w) if whole && norms.next[w].is_none_or(|n| n == norm) => norms.next[w] = Some(norm),
+                        Some(&w) if norms.next[w].is_none_or(|n| n == norm) => norms.next[w] = Some(norm),
                         _ => {
                             norms.apart.insert((i, j));
                         }
@@ -316,16 +329,21 @@ impl Launcher<'_> {
         self.run_without(None)
     }
 
+    /// What comes before the steps: a drafter's pass finds its rows.
+    pub fn begin(&self) -> Result<()> {
+        if let Pass::Draft { .. } | Pass::DraftPrefill { .. } = self.plan.pass {
+            let (state, draft) = (self.arena.state(0), self.draft(0)?);
+            let params = DraftBeginParams { state, draft, max_rows: self.rows() as i32, behind: self.behind as i32 };
+            self.launch(&self.kernels.draft_begin, (1, 1, 1), 32, 0, &params)?;
+            self.features(false)?;
+        }
+        Ok(())
+    }
+
     /// All steps but those of one kind: what their absence saves is their price.
     pub fn run_without(&self, kind: Option<&str>) -> Result<()> {
         let (arena, k) = (self.arena, self.kernels);
-        let drafts = matches!(self.plan.pass, Pass::Draft { .. } | Pass::DraftPrefill { .. });
-        if drafts {
-            let params =
-                DraftBeginParams { state: arena.state(0), draft: self.draft(0)?, max_rows: self.rows() as i32, behind: self.behind as i32 };
-            self.launch(&k.draft_begin, (1, 1, 1), 32, 0, &params)?;
-            self.features(false)?;
-        }
+        self.begin()?;
         for (i, step) in self.plan.steps.iter().enumerate() {
             if kind.is_some_and(|k| step.kind() == k) {
                 continue;
@@ -405,7 +423,7 @@ impl Launcher<'_> {
                     to: self.arena.buffer(self.plan, *out),
                     from_start: self.draft(std::mem::offset_of!(DraftRows, last))?,
                     rows: 1,
-                    dim: *dim as i32,
+                    dim: 2 * *dim as i32, // in bf16
                     from_mask: -1,
                     to_mask: -1,
                     ..CopyParams::zeroed()
@@ -413,7 +431,8 @@ impl Launcher<'_> {
                 self.launch(&self.kernels.copy_rows, (1, 1, 1), 128, 0, &params)
             }
             Step::DraftToken { logits, vocab, draft } => self.draft_token(*logits, *vocab, *draft),
-            Step::AllReduce { .. } | Step::Norm { .. } => bail!("no kernel for it yet"),
+            Step::Norm { x, column, weight, out, dim } => self.norm(*x, *column, *weight, *out, *dim),
+            Step::AllReduce { .. } => bail!("no kernel for it yet"),
             Step::LatentQuery(_)
             | Step::LatentAttend(_)
             | Step::LatentValue(_)
@@ -423,6 +442,24 @@ impl Launcher<'_> {
                 bail!("no kernel for it yet")
             }
         }
+    }
+
+    fn norm(&self, x: BufferId, column: usize, weight: WeightId, out: BufferId, dim: usize) -> Result<()> {
+        let (plan, arena, rows) = (self.plan, self.arena, self.rows_of(out));
+        let params = NormParams {
+            x: arena.buffer(plan, x) + (column * element_bytes(plan.buffer(x).kind)) as u64,
+            norm: arena.vectors[&weight],
+            normed: arena.buffer(plan, out) + (column * element_bytes(plan.buffer(out).kind)) as u64,
+            n_rows: self.n_rows(rows)?,
+            rows: rows as i32,
+            k: dim as i32,
+            x_stride: plan.buffer(x).dim as i32,
+            normed_stride: plan.buffer(out).dim as i32,
+            eps: plan.norm_eps,
+            ..NormParams::zeroed()
+        };
+        let kernel = &self.kernels.norm_step[(plan.buffer(x).kind != BufferKind::Stream) as usize];
+        self.launch(kernel, (rows.div_ceil(NORM_ROWS), 1, 1), 256, 0, &params)
     }
 
     fn rows(&self) -> usize {
@@ -498,7 +535,7 @@ impl Launcher<'_> {
             let buffer = plan.buffer(input.x);
             part[i] = LinearPart {
                 weights: matrix.parts[i].at,
-                x: arena.buffer(plan, input.x) + 2 * input.column as u64,
+                x: arena.buffer(plan, input.x),
                 squares: 0,
                 inv: 0,
                 k: input.dim as i32,
@@ -507,7 +544,10 @@ impl Launcher<'_> {
                 n_segments: k_blocks.div_ceil(segment_blocks) as u16,
                 eps: plan.norm_eps,
             };
-            let Some(norm) = input.norm else { continue };
+            let Some(norm) = input.norm else {
+                ensure!(buffer.kind != BufferKind::Stream, "{} is read without a norm", buffer.name);
+                continue;
+            };
             let (normed, squares) = (arena.normed[buffer.name].at(0), arena.squares[buffer.name].at(0));
             if self.prefills() || self.norms.apart.contains(&(step, i)) {
                 let params = NormParams {
@@ -524,7 +564,8 @@ impl Launcher<'_> {
                     eps: plan.norm_eps,
                     pad: 0,
                 };
-                self.launch(&self.kernels.norm_rows, (rows.div_ceil(2), 1, 1), 256, 0, &params)?;
+                let kernel = &self.kernels.norm_rows[(buffer.kind != BufferKind::Stream) as usize];
+                self.launch(kernel, (rows.div_ceil(NORM_ROWS), 1, 1), 256, 0, &params)?;
                 part[i].inv = params.inv;
             }
             part[i].x = normed;
@@ -550,7 +591,6 @@ impl Launcher<'_> {
             }
             Epilogue::Residual { tap, .. } => {
                 params.epilogue = EPILOGUE_RESIDUAL;
-                params.residual = arena.buffer(plan, out);
                 if let Some(tap) = tap {
                     params.tap = arena.buffer(plan, tap.out) + 2 * tap.column as u64;
                     params.tap_stride = plan.buffer(tap.out).dim as i32;
@@ -563,7 +603,11 @@ impl Launcher<'_> {
                 params.max_id = arena.max_id.at(0);
             }
         }
-        params.out = arena.buffer(plan, out);
+        if plan.buffer(out).kind == BufferKind::Stream {
+            params.stream = arena.buffer(plan, out);
+        } else {
+            params.out = arena.buffer(plan, out);
+        }
         params.out_stride = plan.buffer(out).dim as i32;
         (params.next_norm, params.normed, params.squares) = self.prepared(step, out);
         let two = linear.inputs.len() == 2;

@@ -3,7 +3,9 @@
 //! The sequence lives in device memory (params.rs, State); the host queues passes and reads their records from a ring in pinned memory. What
 //! a pass launches is kernels.rs; weights come from weights.rs.
 use super::device::{Gpu, Graph, Pinned};
-use super::kernels::{attention_partial_floats, linear_blocks, norms, Arena, Cache, Choice, DraftArena, Kernels, Launcher, Norms};
+use super::kernels::{
+    attention_partial_floats, element_bytes, linear_blocks, norms, Arena, Cache, Choice, DraftArena, Kernels, Launcher, Norms,
+};
 use super::params::*;
 use super::weights::{Layout, Source};
 use crate::decode::policy::Costs;
@@ -11,8 +13,9 @@ use crate::decode::{Backend, Counters, End, Limits, Record, Sampling, StepTime, 
 use crate::error::{internal, machine};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
-use crate::model::plan::{self, BufferId, BufferKind, Epilogue, Linear, Mixture, Pass, Plan, Ranks, Step, Storage};
-use crate::model::plan::{FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS};
+use crate::model::plan::{
+    self, BufferId, BufferKind, Epilogue, Linear, Mixture, Owner, Pass, Plan, Ranks, Step, Storage, FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS,
+};
 use crate::model::weights::{Role, Weight, WeightId};
 use anyhow::{bail, Context, Result};
 use bytemuck::Zeroable;
@@ -111,7 +114,10 @@ impl Machine {
             for pass in prefill.into_iter().chain(draft) {
                 plans.insert(pass, plan::drafter(&d.shape, pass, ranks)?);
             }
-            check_drafter(d)?;
+            if d.shape.head_dim != 64 && d.shape.head_dim != 128 {
+                let (name, dim) = (&d.name, d.shape.head_dim);
+                bail!("drafter {name}: head_dim {dim}: the GPU backend has attention kernels for 64 and 128; use --draft none");
+            }
         }
         let plans: BTreeMap<Pass, (Plan, Norms)> =
             plans.into_iter().map(|(pass, plan)| (pass, (norms(&plan), plan))).map(|(pass, (n, p))| (pass, (p, n))).collect();
@@ -130,9 +136,8 @@ impl Machine {
         let rows = PREFILL_ROWS[PREFILL_ROWS.len() - 1];
         let mut buffer_bytes: BTreeMap<&'static str, usize> = BTreeMap::new();
         for buffer in plans.values().flat_map(|p| &p.0.buffers) {
-            let element = if buffer.kind == BufferKind::Logits { 4 } else { 2 };
             let bytes = buffer_bytes.entry(buffer.name).or_default();
-            *bytes = (*bytes).max(buffer.rows * buffer.dim * element);
+            *bytes = (*bytes).max(buffer.rows * buffer.dim * element_bytes(buffer.kind));
         }
         // Buffers that some linear layer reads through a norm.
         let mut normed_dims: BTreeMap<&'static str, usize> = BTreeMap::new();
@@ -322,14 +327,14 @@ impl Machine {
         Ok(())
     }
 
-    /// Milliseconds of each of `n` replays from the state that `begin_timing` staged, after two to warm up.
-    fn time_replays(&self, graph: &Graph, n: usize) -> Result<Vec<f64>> {
+    /// Milliseconds of each of `n` replays of these graphs, one behind the other, from the state that `begin_timing` staged, after two to warm up.
+    fn time_replays(&self, graphs: &[&Graph], n: usize) -> Result<Vec<f64>> {
         let mut events = Vec::new();
         for _ in 0..n + 2 {
             let (start, end) = (self.gpu.event()?, self.gpu.event()?);
             self.gpu.upload(&self.staging.slice()[..STATE_BYTES], self.arena.state.at(0))?;
             self.gpu.record(&start)?;
-            self.gpu.replay(graph)?;
+            graphs.iter().try_for_each(|graph| self.gpu.replay(graph))?;
             self.gpu.record(&end)?;
             events.push((start, end));
         }
@@ -426,12 +431,49 @@ impl Machine {
             let buffer = launcher.plan.buffer(out);
             let (at, n) = (self.arena.buffers[buffer.name].at(0), tokens.len() * buffer.dim);
             let numbers = match buffer.kind {
-                BufferKind::Logits => self.gpu.download(at, n)?,
-                _ => self.gpu.download::<u16>(at, n)?.into_iter().map(|bits| bf16::from_bits(bits).to_f32()).collect(),
+                BufferKind::Logits | BufferKind::Stream | BufferKind::Routes => self.gpu.download(at, n)?,
+                BufferKind::Activation | BufferKind::Feature => {
+                    self.gpu.download::<u16>(at, n)?.into_iter().map(|bits| bf16::from_bits(bits).to_f32()).collect()
+                }
             };
             observe(step, &numbers, buffer.dim);
         }
         Ok(())
+    }
+
+    /// For checks: the drafter behind the passes before, one launch at a time: `observe` sees the number of each draft, from 1, and its logits, and
+    /// says which target id takes the draft's place.
+    pub fn run_draft(&mut self, drafts: usize, observe: &mut dyn FnMut(usize, &[f32]) -> u32) -> Result<()> {
+        let pass = Pass::Draft { width: MAX_DRAFTS + 1, drafts };
+        let launcher = self.launcher(pass, self.chunks(pass, self.bound() + drafts), Choice::Greedy);
+        launcher.begin()?;
+        for (i, step) in launcher.plan.steps.iter().enumerate() {
+            launcher.step(i).with_context(|| format!("step {}", step.name()))?;
+            if let Step::DraftToken { logits, vocab, draft } = step {
+                let logits = self.gpu.download(self.arena.buffers[launcher.plan.buffer(*logits).name].at(0), *vocab)?;
+                let id = observe(*draft, &logits) as i32;
+                self.gpu.upload(&[id], self.arena.state.at(crate::state_offset!(drafts) + 4 * (draft - 1)))?;
+                self.gpu.synchronize()?;
+            }
+        }
+        self.lag = 0;
+        Ok(())
+    }
+
+    /// For checks: median microseconds that a verify pass of `width` rows and a draft pass queued behind it take, as two graphs and as one graph
+    /// of both: the difference is what the GPU idles between two graphs more than between two kernels.
+    pub fn time_cycle(&mut self, width: usize, drafts: usize, n: usize) -> Result<[f64; 2]> {
+        self.begin_timing(width, 0)?;
+        let passes = [Pass::Verify { width }, Pass::Draft { width: MAX_DRAFTS + 1, drafts }];
+        let chunks = self.chunks(passes[0], width);
+        let both = self.gpu.capture(|| passes.iter().try_for_each(|&pass| self.launcher(pass, chunks, Choice::Greedy).run()))?;
+        let apart: Option<Vec<&Graph>> = passes.iter().map(|&pass| self.graphs[&(pass, chunks, Choice::Greedy)].as_ref()).collect();
+        let apart = apart.context("the graph was not captured")?;
+        let median = |mut times: Vec<f64>| {
+            times.sort_by(f64::total_cmp);
+            1e3 * times[times.len() / 2]
+        };
+        Ok([median(self.time_replays(&apart, n)?), median(self.time_replays(&[&both], n)?)])
     }
 
     /// For checks: what a pass should write becomes NaN in activations and logits, and 12.06 in the cache and in tapped features, where rows
@@ -471,17 +513,17 @@ impl Machine {
         self.gpu.download(self.arena.buffers["logits"].at(0), rows * self.config.vocab)
     }
 
-    /// Keys and values of all layers as stored, bf16 bits; waits for the stream.
-    pub fn kv(&self) -> Result<(Vec<u16>, Vec<u16>)> {
-        let cache = &self.arena.cache;
-        let n = cache.keys.bytes() / 2;
-        Ok((self.gpu.download(cache.keys.at(0), n)?, self.gpu.download(cache.values.at(0), n)?))
-    }
-
-    /// Positions `0 .. n` of `kv`: keys [layer][kv head][n][head_dim], then values [layer][kv head][head_dim][n].
-    pub fn kv_rows(&self, n: usize) -> Result<Vec<u16>> {
-        let (keys, values) = self.kv()?;
-        let (capacity, dim) = (self.arena.capacity, self.config.head_dim);
+    /// Keys and values of positions `0 .. n` as stored, bf16 bits: keys [layer][kv head][n][head_dim], then values [layer][kv head][head_dim][n].
+    /// Waits for the stream.
+    pub fn kv_rows(&self, owner: Owner, n: usize) -> Result<Vec<u16>> {
+        let (cache, pass) = match owner {
+            Owner::Target => (&self.arena.cache, Pass::Verify { width: 1 }),
+            Owner::Drafter => (&self.arena.drafter.as_ref().context("no drafter is loaded")?.cache, CATCH_UP),
+        };
+        let numbers = cache.keys.bytes() / 2;
+        let (keys, values): (Vec<u16>, Vec<u16>) =
+            (self.gpu.download(cache.keys.at(0), numbers)?, self.gpu.download(cache.values.at(0), numbers)?);
+        let (capacity, dim) = (self.arena.capacity, self.plans[&pass].0.kv.head_dim);
         let mut rows: Vec<u16> = keys.chunks_exact(capacity * dim).flat_map(|head| &head[..n * dim]).copied().collect();
         rows.extend(values.chunks_exact(capacity).flat_map(|row| &row[..n]));
         Ok(rows)
@@ -512,6 +554,10 @@ fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>) -> Ve
     if config.tied {
         aliases.push((id(Role::Embed), id(Role::Head)));
     }
+    let embed = if config.tied { Role::Head } else { Role::Embed };
+    if let (Some(drafter), Source::Random(_)) = (drafter, source) {
+        aliases.extend((drafter.shape.hidden == config.hidden).then(|| (id(Role::DraftEmbed), id(embed))));
+    }
     if let (Some(drafter), Source::Checkpoint(target)) = (drafter, source) {
         let same_tensor = |a: Option<&Weight>, b: Option<&Weight>| a.zip(b).is_some_and(|(a, b)| a.parts[0].is(&b.parts[0]));
         for role in [Role::DraftEmbed, Role::DraftHead] {
@@ -521,25 +567,6 @@ fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>) -> Ve
         }
     }
     aliases
-}
-
-/// What the kernels do not do yet is refused by name.
-fn check_drafter(drafter: &DraftModel) -> Result<()> {
-    let s = &drafter.shape;
-    let flag = [
-        (s.mtp.is_some(), "multi-token prediction"),
-        (s.latent.is_some(), "latent attention"),
-        (s.norm_before_residual, "norm_before_residual"),
-        (s.fc_norm, "fc_norm"),
-        (s.norm_output, "norm_output"),
-    ];
-    if let Some((_, name)) = flag.iter().find(|(on, _)| *on) {
-        bail!("drafter {}: {name} runs on the CPU backend only; use --device cpu or --draft none", drafter.name);
-    }
-    if s.head_dim != 64 && s.head_dim != 128 {
-        bail!("drafter {}: head_dim {}: the GPU backend has attention kernels for 64 and 128; use --draft none", drafter.name, s.head_dim);
-    }
-    Ok(())
 }
 
 /// What a step writes; None for steps that choose tokens.
@@ -735,7 +762,7 @@ impl Backend for Machine {
                 let graph = self.graphs[&(pass, self.chunks(pass, 2 * MAX_DRAFTS), Choice::Greedy)]
                     .as_ref()
                     .context("the graph was not captured")?;
-                let mut times = self.time_replays(graph, 9)?;
+                let mut times = self.time_replays(&[graph], 9)?;
                 times.sort_by(f64::total_cmp);
                 costs.draft[drafts - 1] = times[4];
             }
@@ -748,7 +775,7 @@ impl Backend for Machine {
         let pass = Pass::Verify { width };
         let chunks = self.chunks(pass, depth + width);
         let graph = self.graphs[&(pass, chunks, Choice::Greedy)].as_ref().context("the graph was not captured")?;
-        self.time_replays(graph, n)
+        self.time_replays(&[graph], n)
     }
 
     fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>> {
@@ -758,7 +785,7 @@ impl Backend for Machine {
         let launcher = self.launcher(pass, self.chunks(pass, depth + 1), Choice::Greedy);
         let median = |skip: Option<&str>| -> Result<f64> {
             let graph = self.gpu.capture(|| launcher.run_without(skip))?;
-            let mut times = self.time_replays(&graph, RUNS)?;
+            let mut times = self.time_replays(&[&graph], RUNS)?;
             times.sort_by(f64::total_cmp);
             Ok(times[RUNS / 2])
         };

@@ -46,7 +46,7 @@ params! {
     }
     LinearPart: 48 { weights: u64, x: u64, squares: u64, inv: u64, k: i32, x_stride: i32, segment_blocks: u16, n_segments: u16, eps: f32 }
     LinearParams: 216 {
-        part: [LinearPart; 2], out: u64, bias: u64, residual: u64, tap: u64, next_norm: u64, normed: u64, squares: u64, logits: u64,
+        part: [LinearPart; 2], out: u64, bias: u64, stream: u64, tap: u64, next_norm: u64, normed: u64, squares: u64, logits: u64,
         max_value: u64, max_id: u64, n_rows: u64, n_parts: i32, n: i32, n_tiles: i32, rows: i32, epilogue: i32, out_stride: i32,
         tap_stride: i32, last_row: i32,
     }

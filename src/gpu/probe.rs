@@ -26,6 +26,18 @@ pub fn read_ceiling(gpu: &Gpu) -> Result<f64> {
     Ok(best)
 }
 
+/// Best bytes per second of copies from page-locked memory to the GPU.
+pub fn copy_rate(gpu: &Gpu) -> Result<f64> {
+    const BYTES: usize = 64 << 20;
+    let (from, to) = (gpu.pinned::<u8>(BYTES)?, gpu.allocate(BYTES)?);
+    let mut best = 0.0f64;
+    for _ in 0..5 {
+        let ms = gpu.time(|| gpu.upload(from.slice(), to.at(0)))?;
+        best = best.max(BYTES as f64 / (ms as f64 / 1e3));
+    }
+    Ok(best)
+}
+
 /// What a kernel adds to a chain in a graph, in microseconds.
 pub struct NodeCost {
     /// Behind a full edge: it starts when the kernel before has ended.
@@ -40,7 +52,7 @@ pub fn node_cost(gpu: &Gpu) -> Result<NodeCost> {
     let kernels = Kernels::load(gpu)?;
     let cost = |early: bool| -> Result<f64> {
         let launch = Launch { grid: (1, 1, 1), block: 256, shared: 0, early };
-        let graph = gpu.capture(|| (0..NODES).try_for_each(|_| gpu.launch(&kernels.norm_rows, launch, &NormParams::zeroed())))?;
+        let graph = gpu.capture(|| (0..NODES).try_for_each(|_| gpu.launch(&kernels.norm_rows[0], launch, &NormParams::zeroed())))?;
         let mut best = f32::INFINITY;
         for _ in 0..6 {
             best = best.min(gpu.time(|| gpu.replay(&graph))?);

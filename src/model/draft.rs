@@ -31,9 +31,7 @@ impl DraftModel {
     pub fn open(dir: &Path, target: &Config, target_weights: &Weights, tokens: Option<usize>, read: Read) -> Result<DraftModel> {
         let name = dir.display().to_string();
         let open = || -> Result<DraftModel> {
-            let path = dir.join("config.json");
-            let json = std::fs::read_to_string(&path).with_context(|| format!("{}: expected a drafter's config.json", path.display()))?;
-            let config = DraftConfig::parse(&json)?;
+            let config = DraftConfig::open(dir)?;
             let checkpoint = Checkpoint::open(dir, read)?;
             if let Some(tokens) = tokens {
                 compare_tokenizer(dir, tokens)?;
@@ -70,6 +68,20 @@ impl DraftModel {
         };
         let name = format!("layer {}", target.n_layers);
         Ok(DraftModel { name, shape, rope: target.rope.clone(), weights, map: None, taps_from: "the model's own".into() })
+    }
+
+    /// The shape in a config.json alone, for a machine that makes random weights: it shares the target's embedding and, where its vocabulary is
+    /// smaller, knows ids spread evenly.
+    pub fn random(dir: &Path, target: &Config) -> Result<DraftModel> {
+        let name = dir.display().to_string();
+        let made = || -> Result<DraftModel> {
+            let config = DraftConfig::open(dir)?;
+            let (shape, taps_from) = shape(&config, target)?;
+            let spread = |i: usize| (i * config.vocab / config.draft_vocab) as u32;
+            let map = (config.draft_vocab < config.vocab).then(|| (0..config.draft_vocab).map(spread).collect());
+            Ok(DraftModel { name: name.clone(), shape, rope: config.rope, weights: Weights::default(), map, taps_from })
+        };
+        made().with_context(|| format!("drafter {name}"))
     }
 }
 
@@ -141,6 +153,12 @@ struct DraftConfig {
 const LAYER_IDS: &str = "eagle_aux_hidden_state_layer_ids";
 
 impl DraftConfig {
+    fn open(dir: &Path) -> Result<DraftConfig> {
+        let path = dir.join("config.json");
+        let json = std::fs::read_to_string(&path).with_context(|| format!("{}: expected a drafter's config.json", path.display()))?;
+        DraftConfig::parse(&json)
+    }
+
     fn parse(json: &str) -> Result<DraftConfig> {
         let mut keys = Keys::parse(json, "config.json")?;
         let dialect = match keys.take("speculators_model_type") {
@@ -347,11 +365,8 @@ fn mismatch(key: &str, drafter: impl fmt::Display, target: impl fmt::Display) ->
     anyhow!("drafter {drafter}, target {target}, key {key}")
 }
 
-fn build(name: String, c: DraftConfig, checkpoint: &Checkpoint, target: &Config, target_weights: &Weights) -> Result<DraftModel> {
-    let table = Table::builtin()?;
-    let tensors = table.named(ARCH, checkpoint)?;
-    refuse_eagle1(&tensors)?;
-
+/// The shape that the plan needs, compared with the target, and where the tapped layers come from.
+fn shape(c: &DraftConfig, target: &Config) -> Result<(Drafter, String)> {
     let target_hidden = c.target_hidden.unwrap_or(c.hidden);
     if target_hidden != target.hidden {
         let key = if c.target_hidden.is_some() { "target_hidden_size" } else { "hidden_size" };
@@ -360,26 +375,7 @@ fn build(name: String, c: DraftConfig, checkpoint: &Checkpoint, target: &Config,
     if c.vocab != target.vocab {
         return Err(mismatch("vocab_size", c.vocab, target.vocab)).context("it was trained for another tokenizer");
     }
-    let (taps, taps_from) = taps(&c, target)?;
-    if let Some(fc) = tensors.get("fc.weight") {
-        let features = taps.len() * target.hidden;
-        if fc.shape.len() == 2 && fc.shape[1] != features {
-            let wanted = format!("{features} ({} layers of {})", taps.len(), target.hidden);
-            return Err(mismatch("fc.weight", format!("{} columns", fc.shape[1]), wanted));
-        }
-    }
-    let has = |name: &str| tensors.contains_key(name);
-    let (own_embed, own_head) = (has("embed_tokens.weight"), has("lm_head.weight"));
-    if !own_embed && c.hidden != target.hidden {
-        return Err(mismatch("embed_tokens.weight", format!("none, and hidden {}", c.hidden), format!("hidden {}", target.hidden)));
-    }
-    if !own_head && (c.draft_vocab != c.vocab || c.hidden != target.hidden) {
-        let drafter = format!("none for {} ids of {}", c.draft_vocab, c.hidden);
-        return Err(mismatch("lm_head.weight", drafter, format!("{} ids of {}", target.vocab, target.hidden)));
-    }
-    let mut notes = Vec::new();
-    let map = vocabulary_map(&c, &tensors, &mut notes)?;
-
+    let (taps, taps_from) = taps(c, target)?;
     let shape = Drafter {
         hidden: c.hidden,
         target_hidden,
@@ -399,6 +395,32 @@ fn build(name: String, c: DraftConfig, checkpoint: &Checkpoint, target: &Config,
         mtp: None,
         taps,
     };
+    Ok((shape, taps_from))
+}
+
+fn build(name: String, c: DraftConfig, checkpoint: &Checkpoint, target: &Config, target_weights: &Weights) -> Result<DraftModel> {
+    let table = Table::builtin()?;
+    let tensors = table.named(ARCH, checkpoint)?;
+    refuse_eagle1(&tensors)?;
+    let (shape, taps_from) = shape(&c, target)?;
+    if let Some(fc) = tensors.get("fc.weight") {
+        let features = shape.taps.len() * target.hidden;
+        if fc.shape.len() == 2 && fc.shape[1] != features {
+            let wanted = format!("{features} ({} layers of {})", shape.taps.len(), target.hidden);
+            return Err(mismatch("fc.weight", format!("{} columns", fc.shape[1]), wanted));
+        }
+    }
+    let has = |name: &str| tensors.contains_key(name);
+    let (own_embed, own_head) = (has("embed_tokens.weight"), has("lm_head.weight"));
+    if !own_embed && c.hidden != target.hidden {
+        return Err(mismatch("embed_tokens.weight", format!("none, and hidden {}", c.hidden), format!("hidden {}", target.hidden)));
+    }
+    if !own_head && (c.draft_vocab != c.vocab || c.hidden != target.hidden) {
+        let drafter = format!("none for {} ids of {}", c.draft_vocab, c.hidden);
+        return Err(mismatch("lm_head.weight", drafter, format!("{} ids of {}", target.vocab, target.hidden)));
+    }
+    let mut notes = Vec::new();
+    let map = vocabulary_map(&c, &tensors, &mut notes)?;
     let mut weights = claim_drafter(&table, &facts(&shape, c.vocab, own_embed, own_head), checkpoint)?;
     let shared = |weights: &Weights, role| {
         let weight = weights.get(WeightId::new(role, None)).clone();

@@ -52,7 +52,7 @@ impl Ranks {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BufferId(pub usize);
 
-/// An activation buffer, [rows, dim]. bf16 on the GPU except `Logits`; f32 on the CPU.
+/// An activation buffer, [rows, dim]. f32 on the CPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Buffer {
     pub name: &'static str,
@@ -65,6 +65,8 @@ pub struct Buffer {
 pub enum BufferKind {
     /// bf16 on the GPU.
     Activation,
+    /// The residual stream, f32 everywhere: read through norms and added to, never the plain input of a linear layer.
+    Stream,
     /// f32 everywhere: what sampling reads.
     Logits,
     /// f32 everywhere: the experts of each row, in ascending order, then the weight of each.
@@ -114,8 +116,6 @@ pub enum Tokens {
 pub struct Input {
     pub x: BufferId,
     pub dim: usize,
-    /// First column of `x` that is read: a chunk of tapped features is a part of a wider row.
-    pub column: usize,
     pub norm: Option<WeightId>,
 }
 
@@ -286,9 +286,11 @@ pub enum Step {
         dim: usize,
         tap: Option<Tap>,
     },
-    /// out = RMSNorm(x) * weight. Only drafters need it on its own (`norm_before_residual`, `norm_output`).
+    /// Columns `column .. column + dim` of out = RMSNorm(the same columns of x) * weight. Only drafters need it on its own
+    /// (`fc_norm`, `norm_before_residual`, `norm_output`).
     Norm {
         x: BufferId,
+        column: usize,
         weight: WeightId,
         out: BufferId,
         dim: usize,
@@ -470,7 +472,7 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
     }
     let shard = Shard::of(config, ranks)?;
     let mut p = Builder::new(rows);
-    let x = p.buffer("x", config.hidden, BufferKind::Activation);
+    let x = p.buffer("x", config.hidden, BufferKind::Stream);
     let buffers = p.layer_buffers(config, shard, TARGET_BUFFERS);
     let partial = (ranks.count > 1).then(|| p.buffer("partial", config.hidden, BufferKind::Activation));
     let features = (!taps.is_empty()).then(|| p.buffer("features", taps.len() * config.hidden, BufferKind::Feature));
@@ -490,7 +492,7 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
             weight: WeightId::new(Role::Head, None),
             format: config.format(Role::Head),
             bias: None,
-            inputs: vec![Input { x, dim: config.hidden, column: 0, norm: Some(WeightId::new(Role::FinalNorm, None)) }],
+            inputs: vec![Input { x, dim: config.hidden, norm: Some(WeightId::new(Role::FinalNorm, None)) }],
             n: shard.vocab,
             epilogue: Epilogue::Logits { out: logits },
         }));
@@ -604,50 +606,51 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
     let id = |role| WeightId::new(role, None);
     let mut p = Builder::new(rows);
     let features = p.buffer("features", d.taps.len() * d.target_hidden, BufferKind::Feature);
-    let f = p.buffer("draft_feature", d.hidden, BufferKind::Activation);
-    let inputs = if d.fc_norm {
-        let chunk =
-            |i| Input { x: features, dim: d.target_hidden, column: i * d.target_hidden, norm: Some(WeightId::new(Role::FcNorm, Some(i))) };
-        (0..d.taps.len()).map(chunk).collect()
-    } else {
-        let norm = d.norm_before_fc.then(|| id(Role::FcInputNorm));
-        vec![Input { x: features, dim: d.taps.len() * d.target_hidden, column: 0, norm }]
-    };
+    let f = p.buffer("draft_feature", d.hidden, BufferKind::Stream);
+    let (n_taps, dim) = (d.taps.len(), d.target_hidden);
+    let mut input = Input { x: features, dim: n_taps * dim, norm: d.norm_before_fc.then(|| id(Role::FcInputNorm)) };
+    if d.fc_norm {
+        input.x = p.buffer("draft_normed_features", n_taps * dim, BufferKind::Activation);
+        p.steps.extend((0..n_taps).map(|i| {
+            let weight = WeightId::new(Role::FcNorm, Some(i));
+            Step::Norm { x: features, column: i * dim, weight, out: input.x, dim }
+        }));
+    }
+    let epilogue = Epilogue::Store { out: f };
     p.steps.push(Step::Linear(Linear {
         weight: id(Role::Fc),
         format: Format::Plain,
         bias: None,
-        inputs,
+        inputs: vec![input],
         n: d.hidden,
-        epilogue: Epilogue::Store { out: f },
+        epilogue,
     }));
     let x = p.drafter_layer(d, Tokens::Next, f);
     if drafts > 0 {
         p.rows = 1;
         let logits = p.buffer("draft_logits", d.vocab, BufferKind::Logits);
-        let mut feedback = p.buffer("draft_selected", d.hidden, BufferKind::Activation);
+        let mut feedback = p.buffer("draft_selected", d.hidden, BufferKind::Stream);
         p.steps.push(Step::Select { x, out: feedback, dim: d.hidden });
         for draft in 1..=drafts {
             if draft > 1 {
                 feedback = p.drafter_layer(d, Tokens::Draft(draft - 1), feedback);
             }
             let norm = id(Role::DraftNorm);
-            let mut input = Input { x: feedback, dim: d.hidden, column: 0, norm: Some(norm) };
-            if d.norm_output {
-                let normed = p.buffer("draft_normed", d.hidden, BufferKind::Activation);
-                p.steps.push(Step::Norm { x: feedback, weight: norm, out: normed, dim: d.hidden });
-                feedback = normed;
-                input = Input { x: normed, dim: d.hidden, column: 0, norm: None };
-            }
+            let inputs = vec![Input { x: feedback, dim: d.hidden, norm: Some(norm) }];
             let epilogue = Epilogue::Logits { out: logits };
             p.steps.push(Step::Linear(Linear {
                 weight: id(Role::DraftHead),
                 format: Format::Plain,
                 bias: None,
-                inputs: vec![input],
+                inputs,
                 n: d.vocab,
                 epilogue,
             }));
+            if d.norm_output && draft < drafts {
+                let normed = p.buffer("draft_normed", d.hidden, BufferKind::Stream);
+                p.steps.push(Step::Norm { x: feedback, column: 0, weight: norm, out: normed, dim: d.hidden });
+                feedback = normed;
+            }
             p.steps.push(Step::DraftToken { logits, vocab: d.vocab, draft });
         }
     }
@@ -671,8 +674,8 @@ fn mtp(config: &Config, pass: Pass, rows: usize, drafts: usize) -> Result<Plan> 
     let through_layer = |p: &mut Builder, tokens: Tokens, hidden: BufferId| {
         let one = matches!(tokens, Tokens::Draft(_));
         let name = |many, single| if one { single } else { many };
-        let e = p.buffer(name("draft_embedding", "step_embedding"), dim, BufferKind::Activation);
-        let x = p.buffer(name("draft_x", "step_x"), dim, BufferKind::Activation);
+        let e = p.buffer(name("draft_embedding", "step_embedding"), dim, BufferKind::Stream);
+        let x = p.buffer(name("draft_x", "step_x"), dim, BufferKind::Stream);
         let buffers = p.layer_buffers(config, shard, if one { STEP_BUFFERS } else { DRAFT_BUFFERS });
         p.steps.push(Step::Embed { table: of_target(Role::Embed), tokens, out: e, dim });
         p.steps.push(Step::Linear(Linear {
@@ -680,8 +683,8 @@ fn mtp(config: &Config, pass: Pass, rows: usize, drafts: usize) -> Result<Plan> 
             format: config.format(Role::MtpProj),
             bias: None,
             inputs: vec![
-                Input { x: e, dim, column: 0, norm: Some(id(Role::MtpEmbedNorm)) },
-                Input { x: hidden, dim, column: 0, norm: Some(id(Role::MtpHiddenNorm)) },
+                Input { x: e, dim, norm: Some(id(Role::MtpEmbedNorm)) },
+                Input { x: hidden, dim, norm: Some(id(Role::MtpHiddenNorm)) },
             ],
             n: dim,
             epilogue: Epilogue::Store { out: x },
@@ -695,30 +698,31 @@ fn mtp(config: &Config, pass: Pass, rows: usize, drafts: usize) -> Result<Plan> 
         );
         x
     };
-    let hidden = p.buffer("draft_feature", dim, BufferKind::Activation);
-    p.steps.push(Step::Norm { x: features, weight: of_target(Role::FinalNorm), out: hidden, dim });
+    let hidden = p.buffer("draft_feature", dim, BufferKind::Stream);
+    p.steps.push(Step::Norm { x: features, column: 0, weight: of_target(Role::FinalNorm), out: hidden, dim });
     let mut x = through_layer(&mut p, Tokens::Next, hidden);
     if drafts > 0 {
         p.rows = 1;
         let logits = p.buffer("draft_logits", config.vocab, BufferKind::Logits);
-        let selected = p.buffer("draft_selected", dim, BufferKind::Activation);
-        let normed = p.buffer("draft_normed", dim, BufferKind::Activation);
+        let selected = p.buffer("draft_selected", dim, BufferKind::Stream);
         p.steps.push(Step::Select { x, out: selected, dim });
         x = selected;
         for draft in 1..=drafts {
-            if draft > 1 {
-                x = through_layer(&mut p, Tokens::Draft(draft - 1), normed);
-            }
-            p.steps.push(Step::Norm { x, weight: id(Role::MtpNorm), out: normed, dim });
+            let norm = id(Role::MtpNorm);
             p.steps.push(Step::Linear(Linear {
                 weight: of_target(Role::Head),
                 format: config.format(Role::Head),
                 bias: None,
-                inputs: vec![Input { x: normed, dim, column: 0, norm: None }],
+                inputs: vec![Input { x, dim, norm: Some(norm) }],
                 n: config.vocab,
                 epilogue: Epilogue::Logits { out: logits },
             }));
             p.steps.push(Step::DraftToken { logits, vocab: config.vocab, draft });
+            if draft < drafts {
+                let normed = p.buffer("draft_normed", dim, BufferKind::Stream);
+                p.steps.push(Step::Norm { x, column: 0, weight: norm, out: normed, dim });
+                x = through_layer(&mut p, Tokens::Draft(draft), normed);
+            }
         }
     }
     let kv = kv_layout(config, shard, 1);
@@ -769,7 +773,7 @@ impl Builder {
     fn decoder_layer(&mut self, config: &Config, shard: Shard, layer: usize, buffers: &LayerBuffers, place: Place) {
         let id = |role| WeightId::new(role, Some(layer));
         let Place { owner, cache_layer, tokens, x, tap, partial } = place;
-        let normed = |x, norm, dim| vec![Input { x, dim, column: 0, norm: Some(id(norm)) }];
+        let normed = |x, norm, dim| vec![Input { x, dim, norm: Some(id(norm)) }];
         let linear = |role, bias: Option<Role>, inputs, n, epilogue| {
             let format = config.format(role);
             Linear { weight: id(role), format, bias: bias.map(id), inputs, n, epilogue }
@@ -822,7 +826,7 @@ impl Builder {
             }));
         }
         let bias = config.o_bias.then_some(Role::OBias);
-        let inputs = vec![Input { x: buffers.attended, dim: attended_dim, column: 0, norm: None }];
+        let inputs = vec![Input { x: buffers.attended, dim: attended_dim, norm: None }];
         self.residual(linear(Role::O, bias, inputs, config.hidden, Epilogue::Residual { x, tap: None }), partial);
 
         let experts = config.experts.as_ref().filter(|_| config.has_experts(layer));
@@ -832,12 +836,12 @@ impl Builder {
             let inputs = normed(x, Role::FfnNorm, config.hidden);
             let epilogue = Epilogue::SiluMul { out: act };
             self.steps.push(Step::Linear(linear(Role::GateUp, bias(Role::GateUpBias), inputs, 2 * shard.ffn_dim, epilogue)));
-            let inputs = vec![Input { x: act, dim: shard.ffn_dim, column: 0, norm: None }];
+            let inputs = vec![Input { x: act, dim: shard.ffn_dim, norm: None }];
             let down = linear(Role::Down, bias(Role::DownBias), inputs, config.hidden, Epilogue::Residual { x, tap });
             return self.residual(down, partial);
         };
         let [routes, act] = [buffers.routes, buffers.expert_act].map(|b| b.expect("experts have these"));
-        let input = Input { x, dim: config.hidden, column: 0, norm: Some(id(Role::FfnNorm)) };
+        let input = Input { x, dim: config.hidden, norm: Some(id(Role::FfnNorm)) };
         let routing = experts.routing;
         self.steps.push(Step::Router(Router {
             input: input.clone(),
@@ -883,7 +887,7 @@ impl Builder {
             None => (name("draft_qkv", "step_qkv"), (d.n_heads + 2 * d.n_kv_heads) * d.head_dim, d.n_heads * d.head_dim),
             Some((latent, _)) => (name("draft_latents", "step_latents"), latent.q_rank + latent.row_dim(), d.n_heads * latent.v_dim),
         };
-        let e = self.buffer(name("draft_embedding", "step_embedding"), d.hidden, BufferKind::Activation);
+        let e = self.buffer(name("draft_embedding", "step_embedding"), d.hidden, BufferKind::Stream);
         let qkv = self.buffer(qkv_name, qkv_dim, BufferKind::Activation);
         let attended = self.buffer(name("draft_attended", "step_attended"), attended_dim, BufferKind::Activation);
         let act = self.buffer(name("draft_act", "step_act"), d.ffn_dim, BufferKind::Activation);
@@ -893,15 +897,15 @@ impl Builder {
             format: Format::Plain,
             bias: d.qkv_bias.then(|| id(Role::DraftQkvBias)),
             inputs: vec![
-                Input { x: e, dim: d.hidden, column: 0, norm: Some(id(Role::EmbedNorm)) },
-                Input { x: feature, dim: d.hidden, column: 0, norm: Some(id(Role::FeatureNorm)) },
+                Input { x: e, dim: d.hidden, norm: Some(id(Role::EmbedNorm)) },
+                Input { x: feature, dim: d.hidden, norm: Some(id(Role::FeatureNorm)) },
             ],
             n: qkv_dim,
             epilogue: Epilogue::Store { out: qkv },
         }));
         let x = if d.norm_before_residual {
-            let x = self.buffer(name("draft_x", "step_x"), d.hidden, BufferKind::Activation);
-            self.steps.push(Step::Norm { x: feature, weight: id(Role::FeatureNorm), out: x, dim: d.hidden });
+            let x = self.buffer(name("draft_x", "step_x"), d.hidden, BufferKind::Stream);
+            self.steps.push(Step::Norm { x: feature, column: 0, weight: id(Role::FeatureNorm), out: x, dim: d.hidden });
             x
         } else {
             feature
@@ -923,7 +927,7 @@ impl Builder {
             }));
         }
         let linear = |weight, x: BufferId, dim, norm, n, epilogue| {
-            let inputs = vec![Input { x, dim, column: 0, norm }];
+            let inputs = vec![Input { x, dim, norm }];
             Step::Linear(Linear { weight: id(weight), format: Format::Plain, bias: None, inputs, n, epilogue })
         };
         let residual = || Epilogue::Residual { x, tap: None };
@@ -946,7 +950,7 @@ impl Builder {
             weight: id(Role::DraftQB),
             format: Format::Plain,
             bias: None,
-            inputs: vec![Input { x: latents, dim: dims.q_rank, column: 0, norm: Some(id(Role::DraftQANorm)) }],
+            inputs: vec![Input { x: latents, dim: dims.q_rank, norm: Some(id(Role::DraftQANorm)) }],
             n: d.n_heads * d.head_dim,
             epilogue: Epilogue::Store { out: q },
         }));

@@ -139,6 +139,7 @@ pub struct Slice {
 }
 
 /// All weights of a model. A tied head is there under its own id, with the tensor of the embedding.
+#[derive(Default)]
 pub struct Weights {
     map: BTreeMap<WeightId, Weight>,
     /// Worth a line to the user, not an error.

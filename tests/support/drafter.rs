@@ -104,8 +104,8 @@ impl D0 {
     }
 }
 
-/// A random drafter for the tiny llama, with heads of a size that the kernels have.
-pub fn tiny_llama_drafter(config: &Config, weights: &Weights) -> DraftModel {
+/// A random drafter for the tiny llama, with heads of a size that the kernels have; with the flags that add norms, or without.
+pub fn tiny_llama_drafter(config: &Config, weights: &Weights, norms: bool) -> DraftModel {
     let dir = tempfile::tempdir().unwrap();
     let mut d = D0::new();
     for (name, shape) in [
@@ -127,6 +127,14 @@ pub fn tiny_llama_drafter(config: &Config, weights: &Weights) -> DraftModel {
     }
     for (key, n) in [("hidden_size", 128), ("intermediate_size", 256), ("head_dim", 64)] {
         d.set(key, n);
+    }
+    if norms {
+        for flag in ["norm_before_residual", "fc_norm", "norm_output"] {
+            d.set(flag, true);
+        }
+        for i in 0..3 {
+            d.random(&format!("fc_norm.{i}.weight"), &[128]);
+        }
     }
     d.write(dir.path());
     let model = DraftModel::open(dir.path(), config, weights, None, Read::Mmap).unwrap();
