@@ -60,7 +60,8 @@ enum {
 };
 
 // ---- sample.cu ----
-enum { SAMPLE_SLICE = 4032, SAMPLE_ROWS = 16, SAMPLE_BINS = 1024 };
+enum { SAMPLE_SLICE = 4032, SAMPLE_ROWS = 16, SAMPLE_BINS = 1024, SAMPLE_DIGITS = 256 };
+enum { SAMPLE_ROUNDS = 14 };   // digits of both cuts: ranks have 51 bits, a digit 8
 // What top-k and top-p leave of a row's ranks (sample.cu explains ranks): below `sure` is kept, inside the two ranges is settled by sample_settle.
 struct alignas(16) SampleCut {
   unsigned long long sure, k_first, k_last, p_first, p_last;
@@ -68,19 +69,31 @@ struct alignas(16) SampleCut {
   unsigned long long kept_mass;      // mass of all that top-k keeps, when k's range is empty
   unsigned long long pad;
 };
-// All zero before the first pass; every pass leaves it so (except `cut`, which it overwrites).
+// Ids and their mass in each bin of a row's ranks, and in each digit of a part of it.
+struct alignas(16) SampleBins { unsigned long long mass[SAMPLE_BINS]; unsigned count[SAMPLE_BINS]; };
+struct alignas(16) SampleDigits { unsigned long long mass[SAMPLE_DIGITS]; unsigned count[SAMPLE_DIGITS]; };
+// Several ranks: how far the search for a row's cuts has come; the same on all of them.
+struct alignas(16) SampleSearch {
+  unsigned long long first, last, target;   // the ranks that may hold the cut, and the count or mass to reach among them
+  unsigned long long last_kept, kept_mass;
+  int phase, pad;
+};
+// All zero before the first pass; every pass leaves it so (except `in_use`, `open`, `cut`, `digits` and `search`, which it overwrites).
 struct alignas(16) SampleScratch {
   unsigned long long best[SAMPLE_ROWS];      // key of the largest logit, where options change logits
   unsigned long long chosen[SAMPLE_ROWS];    // key of the largest logit with noise
   unsigned n_listed[SAMPLE_ROWS];
+  int in_use[SAMPLE_ROWS];                   // several ranks: rows of this pass, and rows whose cuts are still looked for; what is exchanged for others is not worth a wait
+  int open[SAMPLE_ROWS];
   SampleCut cut[SAMPLE_ROWS];
-  unsigned long long mass[SAMPLE_ROWS][SAMPLE_BINS];
-  unsigned count[SAMPLE_ROWS][SAMPLE_BINS];
+  SampleBins bins[SAMPLE_ROWS];
+  SampleDigits digits[SAMPLE_ROWS];
+  SampleSearch search[SAMPLE_ROWS];
 };
-static_assert(sizeof(SampleScratch) == 16 * (8 + 8 + 4) + 16 * 80 + 16 * 1024 * 12, "SampleScratch");
+static_assert(sizeof(SampleScratch) == 16 * (8 + 8 + 4 + 4 + 4) + 16 * 80 + 16 * 1024 * 12 + 16 * 256 * 12 + 16 * 48, "SampleScratch");
 
 // For the sample_* kernels, 256 threads each. Grids, b being any number of blocks >= ceil(vocab / SAMPLE_SLICE): sample_adjust, sample_count, sample_choose
-// (b, width); sample_settle (1, width); sample_accept (1).
+// (b, width); sample_narrow, sample_settle (1, width); sample_accept (1).
 struct SampleParams {
   float* logits;                   // [width][stride]; overwritten where an option changes them
   State* state;
@@ -93,12 +106,16 @@ struct SampleParams {
   unsigned long long* ring;        // [RECORDS][RECORD_WORDS], pinned host memory
   const float* max_value;          // [width][n_max]: LinearParams::max_value and max_id of the head, n_max its gridDim.x
   const int* max_id;
-  int vocab;                       // at most 2^20
+  int vocab;                       // columns of logits: the tokens from first_id on. counts, bias and history are of all tokens
   int stride;
   int n_max;
   int width;                       // rows the pass was captured for, at most 16
+  int first_id;                    // a multiple of 4
+  int n_tokens;                    // of all ranks, at most 2^20
+  int ranks;
+  int round;                       // of sample_narrow, from 0; SAMPLE_ROUNDS for sample_settle
 };
-static_assert(sizeof(SampleParams) == 104, "SampleParams");
+static_assert(sizeof(SampleParams) == 120, "SampleParams");
 
 // For prefill_advance: one warp, at the end of a prefill chunk that chooses no token.
 struct AdvanceParams {
@@ -350,3 +367,60 @@ struct CopyParams {
   int to_mask;
 };
 static_assert(sizeof(CopyParams) == 56, "twin in Rust");
+
+// ---- comm.cu ----
+// What a collective knows of its ranks. What a window is: comm_protocol.h.
+struct CommRecord { int rank, peer, phase, step; unsigned epoch, channel; int pad[2]; };   // who waited for whom, in which phase (COMM_PHASE_*) of which step
+static_assert(sizeof(CommRecord) == 32, "twin in Rust");
+enum CommFault : int { kFaultNone = 0, kFaultDrop = 1, kFaultZero = 2, kFaultFlip = 3, kFaultStall = 4 };
+struct CommRanks {
+  unsigned char* window[8];   // [rank], as this GPU reaches them
+  unsigned* poison;           // pinned host memory: 0, or COMM_POISON_*
+  CommRecord* record;         // pinned host memory, valid with COMM_POISON_TIMEOUT
+  int rank;
+  int ranks;
+  unsigned patience_us;       // waiting longer for one thing is an error
+  int step;                   // the host's name for this launch
+  int fault;                  // CommFault of what this rank sends to fault_peer (of what it loads from it, pull); *_faulty kernels only
+  int fault_peer;
+};
+static_assert(sizeof(CommRanks) == 104, "twin in Rust");
+// all_reduce_*: x = bf16(x + (sum of all ranks' partials, in order of ranks, + bias)), and what the next norm needs of it.
+struct AllReduceParams {
+  CommRanks comm;
+  const bf16* partial;        // [rows][dim] of this rank; all_reduce_local: [comm.ranks][rows][dim]
+  bf16* x;                    // [rows][dim]
+  const bf16* bias;           // [dim] or null
+  bf16* tap;                  // [rows][tap_stride] or null: a second copy of x
+  const bf16* next_norm;      // [dim] or null, normed [rows][dim], squares [rows][dim / 16]: as in LinearParams
+  bf16* normed;
+  float* squares;
+  const int* n_rows;          // rows in use, on the device, the same on all ranks, or null: `rows`
+  int rows;
+  int dim;                    // multiple of 16, at least 16 columns a block (all_reduce_two_shot: a block and rank)
+  int tap_stride;
+  int pad;
+};
+static_assert(sizeof(AllReduceParams) == 184, "twin in Rust");
+// exchange: words[i] becomes the maximum or the sum over all ranks' words[i].
+enum ExchangeOp : int { kExchangeMax = 0, kExchangeSum = 1 };
+struct ExchangeParams {
+  CommRanks comm;
+  unsigned long long* words;  // [n]
+  const int* wanted;          // [n_wanted], the same on all ranks: if all are 0 nothing is exchanged. Null: always
+  int n;
+  int op;                     // ExchangeOp
+  int n_wanted;
+  int pad;
+};
+static_assert(sizeof(ExchangeParams) == 136, "twin in Rust");
+// peer_store, peer_load: word i of a pattern is {i, seed, i ^ seed, ~i}. peer_ping: a word goes to and fro between two ranks.
+struct PeerParams {
+  CommRanks comm;             // peer_ping: a pair of ranks, 0 and 1
+  uint4* at;                  // [n], in any window
+  unsigned long long n;
+  unsigned long long* result; // pinned: words that were wrong (added to), or nanoseconds of all rounds
+  unsigned seed;
+  int rounds;
+};
+static_assert(sizeof(PeerParams) == 136, "twin in Rust");

@@ -27,7 +27,14 @@ typedef __nv_bfloat16 bf16;
   extern "C" void name(const Params p);                                                                         \
   static cpu::Register register_##name(#name, CPU_FIRST(__VA_ARGS__, 0), sizeof(Params), [](const void* a) { name(*static_cast<const Params*>(a)); }); \
   extern "C" void name(const Params p)
+// A collective: its params hold a CommRanks `comm`, and its ranks' launches run together.
+#define COLLECTIVE(name, Params, ...)                                                                                                                    \
+  extern "C" void name(const Params p);                                                                                                                  \
+  static cpu::Register register_##name(#name, CPU_FIRST(__VA_ARGS__, 0), sizeof(Params), [](const void* a) { name(*static_cast<const Params*>(a)); },    \
+                                       [](const void* a) { const auto& c = static_cast<const Params*>(a)->comm; return cpu::Group{c.window[0], c.poison, c.ranks}; }); \
+  extern "C" void name(const Params p)
 #else
+#define COLLECTIVE KERNEL
 #define KERNEL(name, Params, ...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__) name(const __grid_constant__ Params p)
 #endif
 
@@ -180,9 +187,82 @@ __device__ __forceinline__ unsigned atomic_increment(unsigned* p, unsigned limit
 // A word in pinned host memory, or one that another block polls: everything this thread wrote before is visible to who sees the word.
 __device__ __forceinline__ void store_release_system(unsigned* p, unsigned v) {
 #ifdef CPU_SHIM
-  *p = v;
+  cpu::fence_system();
+  cpu::store_system(p, v, 4);
 #else
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+#endif
+}
+
+// ---- between GPUs ----
+// Stores that other GPUs see, and loads of what they store or hold, past L1. Across PCIe 8 bytes arrive whole, 16 may arrive in two parts; what arrives when is
+// for flags, fences and values to say.
+__device__ __forceinline__ void store_system(uint4* p, const uint4& v) {
+#ifdef CPU_SHIM
+  cpu::store_system(p, v.x | (uint64_t)v.y << 32, 8);
+  cpu::store_system(reinterpret_cast<char*>(p) + 8, v.z | (uint64_t)v.w << 32, 8);
+#else
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#endif
+}
+__device__ __forceinline__ void store_system(unsigned* p, unsigned v) {
+#ifdef CPU_SHIM
+  cpu::store_system(p, v, 4);
+#else
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+#endif
+}
+__device__ __forceinline__ uint4 load_system(const uint4* p) {
+#ifdef CPU_SHIM
+  cpu::before_load(p, 16);
+  return *p;
+#else
+  uint4 r;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
+  return r;
+#endif
+}
+__device__ __forceinline__ unsigned load_system(const unsigned* p) {
+#ifdef CPU_SHIM
+  return *(const volatile unsigned*)p;
+#else
+  unsigned r;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
+#endif
+}
+// What was stored before the word's release is visible to whoever sees it: this thread, and after a block barrier all of its block.
+__device__ __forceinline__ unsigned load_acquire_system(const unsigned* p) {
+#ifdef CPU_SHIM
+  return *(const volatile unsigned*)p;
+#else
+  unsigned r;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
+#endif
+}
+// Every GPU sees what this thread wrote or saw before, and after a block barrier what its block did, before what it writes from here on.
+__device__ __forceinline__ void fence_system() {
+#ifdef CPU_SHIM
+  cpu::fence_system();
+#else
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+#endif
+}
+// Between two looks at a word that another GPU will write.
+__device__ __forceinline__ void poll_pause() {
+#ifdef CPU_SHIM
+  cpu::yield(cpu::Status::Polling);
+#endif
+}
+// Nanoseconds, in steps of up to a microsecond.
+__device__ __forceinline__ unsigned long long global_timer() {
+#ifdef CPU_SHIM
+  return std::chrono::steady_clock::now().time_since_epoch().count();
+#else
+  unsigned long long r;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(r));
+  return r;
 #endif
 }
 

@@ -14,6 +14,10 @@
 //   sample_choose   a temperature: noise, and the choice among the ids that are kept for sure
 //   sample_settle   top-k, top-p: the ids near the cuts
 //   sample_accept   always: acceptance, ends, State, the record
+// Several ranks, each with the logits of a part of the tokens: what a kernel found of a row is exchanged before the next one reads it, so that all ranks
+// choose the same. `best` and `chosen` (maxima), bins and digits (sums) go over the link, logits never, and no digits once all cuts are found. sample_adjust then always runs, and sample_narrow, once
+// a digit, finds the cuts among listed ids that lie on all ranks. With x for an exchange:
+//   adjust x best, count x bins, choose, SAMPLE_ROUNDS times narrow x digits, settle x chosen, accept
 // A kernel whose options are off returns at once, so that the chain of all five is right for every request; a graph made for a kind of request leaves out
 // what it does not need (greedy: sample_accept alone). Kernels follow one another instead of counting arrivals: on an H200 an edge costs less than a fence
 // and an atomic's way back. Split: grid (blocks a row, rows), each thread 4 quads of logits. At most 13 KB of shared memory.
@@ -32,7 +36,7 @@ __device__ __forceinline__ SamplingParams load_options(const SampleParams& p) { 
 __device__ __forceinline__ bool adjusts(const SamplingParams& o) {
   return o.repetition_penalty != 1 || o.presence_penalty != 0 || o.frequency_penalty != 0 || o.has_bias || o.min_tokens > 0;
 }
-__device__ __forceinline__ bool has_top_k(const SampleParams& p, const SamplingParams& o) { return o.top_k > 0 && o.top_k < p.vocab; }
+__device__ __forceinline__ bool has_top_k(const SampleParams& p, const SamplingParams& o) { return o.top_k > 0 && o.top_k < p.n_tokens; }
 __device__ __forceinline__ bool has_top_p(const SamplingParams& o) { return o.top_p < 1ull << 32; }
 __device__ __forceinline__ bool filters(const SampleParams& p, const SamplingParams& o) { return o.temperature != 0 && (has_top_k(p, o) || has_top_p(o)); }
 // State up to history_length.
@@ -41,7 +45,7 @@ __device__ __forceinline__ bool row_in_use(const SampleParams& p, const State& s
 
 // The row's largest logit, in all threads. -inf or +inf: there is nothing to choose, and sample_accept ends the sequence.
 __device__ __forceinline__ float row_max(const SampleParams& p, const SamplingParams& o, int row, u64* warp_word) {
-  if (adjusts(o)) return value_of(p.scratch->best[row]);
+  if (adjusts(o) || p.ranks > 1) return value_of(p.scratch->best[row]);
   return value_of(block_max(head_max(p.max_value, p.max_id, p.n_max, row, threadIdx.x, kThreads), warp_word));
 }
 
@@ -92,44 +96,55 @@ __device__ __forceinline__ u64 top_p_target(u64 kept_mass, u64 top_p) {
 }
 
 // ---- select among listed ids ----
-struct Digits { u64 weight[256]; unsigned count[256]; u64 first, last, target; u64 warp[kWarps]; };
+struct Digits { u64 weight[SAMPLE_DIGITS]; unsigned count[SAMPLE_DIGITS]; u64 first, last, target; u64 warp[kWarps]; };
+static_assert(SAMPLE_DIGITS == kThreads, "a digit a thread");
+// The digits of ranks in [first, last] are theirs above this bit.
+__device__ __forceinline__ int digit_shift(u64 first, u64 last) {
+  const u64 range = last - first;
+  const int n_bits = range >> 32 ? 64 - __clz((int)(range >> 32)) : 32 - __clz((int)range);
+  return max(0, n_bits - 8);
+}
+// Adds list members in [first, last] to the digits' counts and weights; a member weighs 1, or its mass. A thread adds up runs of equal digits first: a flat row
+// would otherwise queue at one word.
+template <bool by_mass> __device__ __forceinline__ void tally(const u64* list, unsigned n, u64 first, u64 last, int shift, Digits& d) {
+  unsigned run = 0, run_count = 0;
+  u64 run_weight = 0;
+  for (unsigned i = threadIdx.x; i < n; i += 4 * kThreads) {
+    u64 ranks[4];                                               // four loads under way
+#pragma unroll
+    for (unsigned j = 0; j < 4; j++) ranks[j] = i + j * kThreads < n ? list[i + j * kThreads] : ~0ull;   // ~0 is beyond every `last`
+#pragma unroll
+    for (unsigned j = 0; j < 4; j++) {
+      const u64 rank = ranks[j];
+      if (rank < first || rank > last) continue;
+      const unsigned digit = (unsigned)((rank - first) >> shift);
+      if (digit != run && run_count) {
+        atomicAdd(&d.weight[run], run_weight);
+        atomicAdd(&d.count[run], run_count);
+        run_weight = run_count = 0;
+      }
+      run = digit;
+      run_count++;
+      run_weight += by_mass ? probability_mass(z_of(rank)) : 1;
+    }
+  }
+  if (run_count) {
+    atomicAdd(&d.weight[run], run_weight);
+    atomicAdd(&d.count[run], run_count);
+  }
+}
 // The smallest rank c such that list members in [first, c] weigh at least `target` together; a member weighs 1, or its mass. Any c up to the next member's
-// rank will do, so that the search ends when one member is left. A thread adds up runs of equal digits first: a flat row would otherwise queue at one word.
+// rank will do, so that the search ends when one member is left.
 template <bool by_mass> __device__ __forceinline__ u64 select(const u64* list, unsigned n, u64 first, u64 last, u64 target, Digits& d) {
   const unsigned tid = threadIdx.x;
   for (;;) {
-    const u64 range = last - first;
-    const int n_bits = range >> 32 ? 64 - __clz((int)(range >> 32)) : 32 - __clz((int)range), shift = max(0, n_bits - 8);
+    const int shift = digit_shift(first, last);
     __syncthreads();
     d.weight[tid] = 0;
     d.count[tid] = 0;
     d.first = d.last = last;                                    // what a target beyond the members' weight would get
     __syncthreads();
-    unsigned run = 0, run_count = 0;
-    u64 run_weight = 0;
-    for (unsigned i = tid; i < n; i += 4 * kThreads) {
-      u64 ranks[4];                                             // four loads under way
-#pragma unroll
-      for (unsigned j = 0; j < 4; j++) ranks[j] = i + j * kThreads < n ? list[i + j * kThreads] : ~0ull;   // ~0 is beyond every `last`
-#pragma unroll
-      for (unsigned j = 0; j < 4; j++) {
-        const u64 rank = ranks[j];
-        if (rank < first || rank > last) continue;
-        const unsigned digit = (unsigned)((rank - first) >> shift);
-        if (digit != run && run_count) {
-          atomicAdd(&d.weight[run], run_weight);
-          atomicAdd(&d.count[run], run_count);
-          run_weight = run_count = 0;
-        }
-        run = digit;
-        run_count++;
-        run_weight += by_mass ? probability_mass(z_of(rank)) : 1;
-      }
-    }
-    if (run_count) {
-      atomicAdd(&d.weight[run], run_weight);
-      atomicAdd(&d.count[run], run_count);
-    }
+    tally<by_mass>(list, n, first, last, shift, d);
     __syncthreads();
     u64 total;
     const u64 mine = d.weight[tid], before = block_scan(mine, d.warp, &total);
@@ -206,6 +221,59 @@ __device__ __forceinline__ u64 settle(const SampleParams& p, const SamplingParam
   return last_kept;
 }
 
+// ---- several ranks: the listed ids of a row lie on all of them ----
+// `select` for both cuts in turn, a digit a kernel: each rank tallies its own ids (sample_narrow), the exchange adds the digits up, and the next kernel goes on
+// in the digit that holds the target. Everything but the tally is the same on all ranks.
+enum { kTopK, kTopP, kSettled };                                // SampleSearch::phase
+constexpr u64 kLastRank = (1ull << (31 + kIdBits)) - 1;
+struct Narrowing { SampleSearch search; u64 warp[kWarps]; };
+
+__device__ __forceinline__ void enter_phase(SampleSearch& s, int phase, const SamplingParams& o, const SampleCut& cut) {
+  if (phase == kTopK && cut.k_first > cut.k_last) { s.kept_mass = cut.kept_mass; phase = kTopP; }
+  if (phase == kTopP && cut.p_first > cut.p_last) phase = kSettled;
+  s.phase = phase;
+  if (phase == kTopK) { s.first = cut.k_first; s.last = smaller(cut.k_last, kLastRank); s.target = cut.k_rank; s.kept_mass = cut.k_mass_before; }
+  if (phase == kTopP) { s.first = cut.p_first; s.last = smaller(cut.p_last, kLastRank); s.target = top_p_target(s.kept_mass, o.top_p) - cut.p_mass_before; }
+}
+
+// One more digit of a row's search, into n.search. One block.
+__device__ __forceinline__ void narrow(const SampleParams& p, const SamplingParams& o, int row, Narrowing& n) {
+  const int tid = threadIdx.x;
+  const SampleCut& cut = p.scratch->cut[row];
+  SampleSearch& s = n.search;
+  if (p.round == 0) {
+    if (tid == 0) {
+      s.last_kept = rank_of(o.min_z, (1u << kIdBits) - 1);
+      enter_phase(s, kTopK, o, cut);
+    }
+    __syncthreads();
+    return;
+  }
+  if (tid == 0) s = p.scratch->search[row];
+  __syncthreads();
+  const SampleSearch old = s;
+  if (old.phase == kSettled) return;
+  const bool by_mass = old.phase == kTopP;
+  const u64 count = p.scratch->digits[row].count[tid], mass = p.scratch->digits[row].mass[tid], mine = by_mass ? mass : count;
+  u64 total, total_mass;
+  const u64 before = block_scan(mine, n.warp, &total), mass_before = block_scan(mass, n.warp, &total_mass);   // barriers: all have `old`
+  const auto close = [&](u64 last, u64 kept) {
+    s.last_kept = smaller(old.last_kept, last);
+    s.kept_mass = old.kept_mass + kept;
+    enter_phase(s, by_mass ? kSettled : kTopP, o, cut);
+  };
+  if (before < old.target && old.target <= before + mine) {     // one thread
+    const int shift = digit_shift(old.first, old.last);
+    s.first = old.first + ((u64)tid << shift);
+    s.last = smaller(old.last, s.first + ((1ull << shift) - 1));
+    s.target = old.target - before;
+    s.kept_mass = old.kept_mass + mass_before;
+    if (count == 1 || s.first == s.last) close(s.last, mass_before + mass);
+  }
+  if (tid == 0 && total < old.target) close(old.last, total_mass);
+  __syncthreads();
+}
+
 // Finds the bins that hold a row's cuts, from its counts and masses. Each thread has 4 neighbouring bins. One block; `cut` is shared memory.
 struct CutSearch { u64 warp[kWarps], k_mass_through; int k_bin, p_bin_first, p_bin_last; };
 __device__ __forceinline__ void find_cut(const SampleParams& p, const SamplingParams& o, int row, SampleCut& cut, CutSearch& search) {
@@ -213,8 +281,9 @@ __device__ __forceinline__ void find_cut(const SampleParams& p, const SamplingPa
   static_assert(kBins == 4, "one quad of counts, two of masses");
   const int tid = threadIdx.x;
   const bool top_k = has_top_k(p, o), top_p = has_top_p(o);
-  const uint4 counts = load_activations(reinterpret_cast<const uint4*>(p.scratch->count[row]) + tid);
-  const uint4 low = load_activations(reinterpret_cast<const uint4*>(p.scratch->mass[row]) + 2 * tid), high = load_activations(reinterpret_cast<const uint4*>(p.scratch->mass[row]) + 2 * tid + 1);
+  const uint4 counts = load_activations(reinterpret_cast<const uint4*>(p.scratch->bins[row].count) + tid);
+  const uint4* masses = reinterpret_cast<const uint4*>(p.scratch->bins[row].mass) + 2 * tid;
+  const uint4 low = load_activations(masses), high = load_activations(masses + 1);
   const u64 n[kBins] = {counts.x, counts.y, counts.z, counts.w};
   const u64 m[kBins] = {(u64)low.y << 32 | low.x, (u64)low.w << 32 | low.z, (u64)high.y << 32 | high.x, (u64)high.w << 32 | high.z};
   u64 total = 0, m_before = 0;
@@ -276,19 +345,30 @@ KERNEL(sample_adjust, SampleParams, kThreads) {
   pdl_launch_dependents();
   const SamplingParams o = load_options(p);
   pdl_wait();
-  if (!adjusts(o)) return;
   __shared__ u64 warp_word[kWarps];
+  if (!adjusts(o)) {
+    if (p.ranks == 1 || blockIdx.x != 0) return;
+    const State s = load_state(p);
+    const bool used = row_in_use(p, s, blockIdx.y);
+    if (threadIdx.x == 0) p.scratch->in_use[blockIdx.y] = used;
+    if (!used) return;
+    const u64 best = block_max(head_max(p.max_value, p.max_id, p.n_max, blockIdx.y, threadIdx.x, kThreads, p.first_id), warp_word);
+    if (threadIdx.x == 0) p.scratch->best[blockIdx.y] = best;
+    return;
+  }
   __shared__ int n_drafts, n_eos, draft[SAMPLE_ROWS], eos[16];   // those in this block's share, rarely any
   const int tid = threadIdx.x, row = blockIdx.y;
   const Share share(p);
   const Logits x = load_share(p, share);
   const State s = load_state(p);
-  if (!row_in_use(p, s, row)) return;
+  const bool used = row_in_use(p, s, row);
+  if (p.ranks > 1 && blockIdx.x == 0 && tid == 0) p.scratch->in_use[row] = used;
+  if (!used) return;
   const bool penalised = o.repetition_penalty != 1 || o.presence_penalty != 0 || o.frequency_penalty != 0;
   const bool too_early = s.n_output + row < o.min_tokens;
   if (tid == 0) n_drafts = n_eos = 0;                           // the row's own drafts count as said
   __syncthreads();
-  const auto mine = [&](int id) { return id >= share.first * 4 && id < share.end * 4; };
+  const auto mine = [&](int id) { return id >= p.first_id + share.first * 4 && id < p.first_id + share.end * 4; };
   if (tid < row && mine(p.state->drafts[tid])) draft[atomicAdd(&n_drafts, 1)] = p.state->drafts[tid];
   if (too_early && tid < p.options->n_eos && mine(p.options->eos[tid])) eos[atomicAdd(&n_eos, 1)] = p.options->eos[tid];
   __syncthreads();
@@ -298,8 +378,8 @@ KERNEL(sample_adjust, SampleParams, kThreads) {
     const int q = share.quad(i);
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      const int id = q * 4 + e;
-      if (q >= share.end || id >= p.vocab) continue;
+      const int column = q * 4 + e, id = p.first_id + column;
+      if (q >= share.end || column >= p.vocab) continue;
       float l = x.l[i][e];
       if (penalised) {
         const unsigned c = p.counts[id];
@@ -311,7 +391,7 @@ KERNEL(sample_adjust, SampleParams, kThreads) {
       if (o.has_bias) l = __fadd_rn(l, p.bias[id]);
       for (int d = 0; d < n_eos; d++)
         if (eos[d] == id) l = -INFINITY;
-      p.logits[(size_t)row * p.stride + id] = l;
+      p.logits[(size_t)row * p.stride + column] = l;
       best = larger(best, preference(l < INFINITY ? l : INFINITY, id));   // NaN shows as +inf
     }
   }
@@ -356,8 +436,8 @@ KERNEL(sample_count, SampleParams, kThreads) {
   __syncthreads();
 #endif
   for (int b = tid; b < SAMPLE_BINS; b += kThreads) {
-    if (count[b]) atomicAdd(&p.scratch->count[row][b], count[b]);
-    if (low[b] | high[b]) atomicAdd(&p.scratch->mass[row][b], ((u64)high[b] << 20) + low[b]);
+    if (count[b]) atomicAdd(&p.scratch->bins[row].count[b], count[b]);
+    if (low[b] | high[b]) atomicAdd(&p.scratch->bins[row].mass[b], ((u64)high[b] << 20) + low[b]);
   }
 }
 
@@ -399,15 +479,15 @@ KERNEL(sample_choose, SampleParams, kThreads, 3) {
     float z[4];
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      const int id = q * 4 + e;
+      const int column = q * 4 + e;
       z[e] = __fdiv_rn(__fsub_rn(x.l[i][e], max_logit), o.temperature);
-      const u64 rank = rank_of(z[e], id);
-      if (id >= p.vocab) continue;
+      const u64 rank = rank_of(z[e], p.first_id + column);
+      if (column >= p.vocab) continue;
       if (rank < sure) kept |= (unsigned)(rank <= min_p_cut) << e;
       else if ((rank >= k_first && rank <= k_last) || (rank >= p_first && rank <= p_last)) listed |= 1u << (i * 4 + e);
     }
     if (!kept) continue;
-    const uint4 w = noise_bits(o.seed, position, q);
+    const uint4 w = noise_bits(o.seed, position, p.first_id / 4 + q);
     const unsigned bits[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
     for (int e = 0; e < 4; e++) {
@@ -415,7 +495,7 @@ KERNEL(sample_choose, SampleParams, kThreads, 3) {
       if (!(kept >> e & 1) || !(v < 1.01f * exp2f((z[e] - bound) * 1.44269504f))) continue;
       const float score = __fadd_rn(z[e], noise(bits[e]));
       bound = fmaxf(bound, score);
-      best = larger(best, preference(score, q * 4 + e));
+      best = larger(best, preference(score, p.first_id + q * 4 + e));
     }
   }
   best = block_max(best, search.warp);
@@ -429,7 +509,37 @@ KERNEL(sample_choose, SampleParams, kThreads, 3) {
     u64* to = p.list + (size_t)row * p.vocab + list_at;
 #pragma unroll
     for (int i = 0; i < kQuads * 4; i++)
-      if (listed >> i & 1) to[at++] = rank_of(__fdiv_rn(__fsub_rn(x.l[i / 4][i % 4], max_logit), o.temperature), share.quad(i / 4) * 4 + i % 4);
+      if (listed >> i & 1) to[at++] = rank_of(__fdiv_rn(__fsub_rn(x.l[i / 4][i % 4], max_logit), o.temperature), p.first_id + share.quad(i / 4) * 4 + i % 4);
+  }
+}
+
+KERNEL(sample_narrow, SampleParams, kThreads, 2) {
+  pdl_launch_dependents();
+  const SamplingParams o = load_options(p);
+  pdl_wait();
+  if (!filters(p, o)) return;
+  __shared__ Narrowing narrowing;
+  __shared__ Digits digits;
+  const int tid = threadIdx.x, row = blockIdx.y;
+  const State s = load_state(p);
+  if (!row_in_use(p, s, row)) {
+    if (tid == 0) p.scratch->open[row] = 0;
+    return;
+  }
+  digits.weight[tid] = 0;
+  digits.count[tid] = 0;
+  narrow(p, o, row, narrowing);
+  const SampleSearch& search = narrowing.search;
+  if (search.phase != kSettled) {
+    const u64 first = search.first, last = search.last;
+    tally<true>(p.list + (size_t)row * p.vocab, p.scratch->n_listed[row], first, last, digit_shift(first, last), digits);
+  }
+  __syncthreads();
+  p.scratch->digits[row].mass[tid] = digits.weight[tid];
+  p.scratch->digits[row].count[tid] = digits.count[tid];
+  if (tid == 0) {
+    p.scratch->search[row] = search;
+    p.scratch->open[row] = search.phase != kSettled;
   }
 }
 
@@ -439,6 +549,7 @@ KERNEL(sample_settle, SampleParams, kThreads, 2) {
   pdl_wait();
   if (!filters(p, o)) return;
   __shared__ SettleScratch shared;
+  __shared__ Narrowing narrowing;
   __shared__ u64 warp_word[kWarps];
   const int tid = threadIdx.x, row = blockIdx.y;
   const unsigned n = p.scratch->n_listed[row];
@@ -446,12 +557,18 @@ KERNEL(sample_settle, SampleParams, kThreads, 2) {
   const State s = load_state(p);
   if (!row_in_use(p, s, row)) return;
   for (int b = tid; b < SAMPLE_BINS; b += kThreads) {
-    p.scratch->count[row][b] = 0;
-    p.scratch->mass[row][b] = 0;
+    p.scratch->bins[row].count[b] = 0;
+    p.scratch->bins[row].mass[b] = 0;
   }
   if (n == 0) return;
   const u64* list = p.list + (size_t)row * p.vocab;
-  const u64 last_kept = settle(p, o, list, n, cut, shared);
+  u64 last_kept;
+  if (p.ranks > 1) {
+    narrow(p, o, row, narrowing);
+    last_kept = narrowing.search.last_kept;
+  } else {
+    last_kept = settle(p, o, list, n, cut, shared);
+  }
   u64 best = 0;
   for (unsigned i = tid; i < n; i += kThreads) {
     const u64 rank = list[i];
@@ -480,7 +597,7 @@ KERNEL(sample_accept, SampleParams, kThreads) {
   __syncthreads();
   pdl_wait();
   if (tid < kStateWords) reinterpret_cast<int*>(&s)[tid] = reinterpret_cast<const int*>(p.state)[tid];
-  const bool greedy = o.temperature == 0, from_head = greedy && !adjusts(o);
+  const bool greedy = o.temperature == 0, from_head = greedy && !adjusts(o) && p.ranks == 1;
   if (from_head) {
     for (int row = tid >> 5; row < p.width; row += kWarps) {
       const u64 best = warp_max(head_max(p.max_value, p.max_id, p.n_max, row, tid & 31, 32));

@@ -82,10 +82,13 @@ __device__ __forceinline__ float value_of(u64 key) {
 }
 
 // ---- the largest of a row's logits, from the maxima that the head's blocks left; NaN never wins, so that a row of NaN gives -inf ----
-// Key over i = first, first + step, ..
-__device__ __forceinline__ u64 head_max(const float* max_value, const int* max_id, int n_max, int row, int first, int step) {
+// Key over i = first, first + step, ..; the head's row 0 is token first_id.
+__device__ __forceinline__ u64 head_max(const float* max_value, const int* max_id, int n_max, int row, int first, int step, int first_id = 0) {
   u64 best = 0;
-  for (int i = first; i < n_max; i += step) best = larger(best, preference(max_value[(size_t)row * n_max + i], (unsigned)max_id[(size_t)row * n_max + i]));
+  for (int i = first; i < n_max; i += step) {
+    const size_t at = (size_t)row * n_max + i;
+    best = larger(best, preference(max_value[at], (unsigned)max_id[at] + first_id));
+  }
   return best;
 }
 __device__ __forceinline__ u64 warp_max(u64 v) {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the kernels on the CPU (kernels/shim): each kernels/shim/test_X.cpp plain with seeds 1 to 3, then under ASan and UBSan, then once per planted
-# fault (#ifdef PLANT_... in kernels/*.cu), which must be caught. `test_kernels.sh linear sample` runs those only. Needs g++ and the headers of the
+# fault (#ifdef PLANT_... in kernels/*.cu, *.cuh), which must be caught. `test_kernels.sh linear sample` runs those only. Needs g++ and the headers of the
 # CUDA toolchain (scripts/cuda-toolchain.sh). Results are kept by content: what passed is not run again unless a source changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -26,7 +26,7 @@ for name in "${names[@]}"; do
     CPU_SHIM_SEED=$seed "$out/$name" > "$out/$name.log" 2>&1 && report "ok     $name, seed $seed: $(tail -1 "$out/$name.log")" || { cat "$out/$name.log"; report "FAILED $name, seed $seed"; }
   done
   CPU_SHIM_SEED=4 SHIM_QUICK=1 "$out/$name.san" > "$out/$name.log" 2>&1 && report "ok     $name, sanitised: $(tail -1 "$out/$name.log")" || { tail -40 "$out/$name.log"; report "FAILED $name, sanitised"; }
-  for plant in $(grep -ho 'PLANT_[A-Z_]*' $(tr ' ' '\n' <<< "$used" | grep '\.cu$') | sort -u); do
+  for plant in $(grep -ho 'PLANT_[A-Z_]*' $(tr ' ' '\n' <<< "$used" | grep '\.cuh\?$') | sort -u); do
     g++ $flags -O2 -D$plant "$src" -o "$out/$name.planted"
     if CPU_SHIM_SEED=1 "$out/$name.planted" > "$out/$name.log" 2>&1; then report "FAILED $name: the planted fault $plant was not caught"
     else report "ok     $name: $plant is caught"; fi

@@ -2,7 +2,7 @@
 //!
 //! argh reads the flags. What it lacks is added here: flags that several commands share (the `command!` macros), and `--name=value`, `-n5`,
 //! `-vv`, a lone `-` (`spread`). A new flag is a field in one of the macros or structs and a line in the conversion below it.
-use crate::cmd::{bench, chat, doctor, run, AnswerOptions, Device, Draft, ModelOptions};
+use crate::cmd::{bench, chat, doctor, run, Algorithm, AnswerOptions, Device, Draft, ModelOptions};
 use crate::decode::Sampling;
 use crate::decode::MAX_DRAFTS;
 use crate::error;
@@ -104,9 +104,24 @@ macro_rules! command {
             /// auto, cpu or cuda (default: auto, which is cuda where there is a usable GPU)
             #[argh(option, default = "Device::Auto")]
             device: Device,
-            /// which GPU (default: 0)
-            #[argh(option, from_str_fn(count), default = "0")]
-            gpu: usize,
+            /// which GPUs, a list (default: the first, or as many as --tp takes)
+            #[argh(option, default = "List(vec![])")]
+            gpus: List,
+            /// tensor-parallel ranks that share the model: one a GPU, or --ranks-per-gpu (default: one for each of --gpus)
+            #[argh(option, from_str_fn(positive))]
+            tp: Option<usize>,
+            /// ranks on each GPU, for tests (default: 1)
+            #[argh(option, from_str_fn(positive), default = "1")]
+            ranks_per_gpu: usize,
+            /// how ranks add up what each has: auto, push, pull, two-shot, nccl or nccl-allreduce (default: auto, what is fastest and right at start)
+            #[argh(option, default = "Collective(None)")]
+            collective: Collective,
+            /// the NCCL library (default: libnccl.so.2 where the system looks)
+            #[argh(option)]
+            nccl: Option<PathBuf>,
+            /// stop when a pair of GPUs does not reach each other's memory, instead of a slower way
+            #[argh(switch)]
+            require_p2p: bool,
             /// stop when a CUDA graph cannot be captured, instead of a warning and launches one by one
             #[argh(switch)]
             require_graphs: bool,
@@ -141,7 +156,12 @@ macro_rules! command {
                     draft: self.draft.clone(),
                     draft_tokens: self.draft_tokens.0,
                     weights: self.weights.clone(),
-                    gpu: self.gpu,
+                    gpus: self.gpus.0.clone(),
+                    tp: self.tp,
+                    ranks_per_gpu: self.ranks_per_gpu,
+                    collective: self.collective.0,
+                    nccl: self.nccl.clone(),
+                    require_p2p: self.require_p2p,
                     require_graphs: self.require_graphs,
                     random: false,
                     verbose: self.verbose,
@@ -328,8 +348,9 @@ command! {
 }
 
 /// Flags without a value: their short form may be bundled, and what follows them is no value.
-const SWITCHES: [&str; 16] = [
+const SWITCHES: [&str; 17] = [
     "--require-graphs",
+    "--require-p2p",
     "--profile",
     "--cycle",
     "--random",
@@ -416,6 +437,21 @@ impl FromStr for Draft {
             }
         }
         Ok(draft)
+    }
+}
+
+/// None: auto.
+struct Collective(Option<Algorithm>);
+
+impl FromStr for Collective {
+    type Err = String;
+    fn from_str(word: &str) -> Result<Collective, String> {
+        let named = Algorithm::NAMES.into_iter().find(|(name, _)| *name == word);
+        match (word, named) {
+            ("auto", _) => Ok(Collective(None)),
+            (_, Some((_, algorithm))) => Ok(Collective(Some(algorithm))),
+            _ => Err(format!("expected auto or one of {}", Algorithm::NAMES.map(|(name, _)| name).join(", "))),
+        }
     }
 }
 

@@ -5,9 +5,12 @@
 //! kernels compiled by scripts/shim.sh instead: slow, for tests of these tests (`gpu tiny`).
 #[path = "support/drafter.rs"]
 mod drafter;
+#[path = "support/ranks.rs"]
+mod ranks;
 mod support;
 
 use drafter::tiny_llama_drafter;
+use ranks::{compute_alike, tiny3, tiny8};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -18,8 +21,10 @@ use volley::cmd::{answer, check, doctor, Device, Draft, ModelOptions, Session};
 use volley::cpu::Reference;
 use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling};
 use volley::error;
+use volley::gpu::comm::Algorithm;
 use volley::gpu::device::Gpu;
 use volley::gpu::machine::{Machine, Options};
+use volley::gpu::ranks::Conductor;
 use volley::gpu::shim::Shim;
 use volley::gpu::weights::Source;
 use volley::model::checkpoint::{Checkpoint, Read};
@@ -99,34 +104,116 @@ fn tiny_models_are_as_near_to_f32_as_bf16_allows() {
         // The first greedy row is the last of the prompt.
         let expected = [floats("prompt_logits"), floats("greedy_logits")[512..].to_vec()].concat();
         let ids = [&golden.input_ids[..], &golden.greedy_ids[..golden.greedy_ids.len() - 1]].concat();
-        let mut machine = open(&gpu, &dir, 256, all_graphs).0;
-        let found = forced(&mut machine, &ids, 0);
-        let mut ours = Errors::default();
         let theirs = Errors(golden.bf16_top5_abs_diff.concat());
-        for (found, expected) in found.chunks_exact(512).zip(expected.chunks_exact(512)) {
-            let mut best: Vec<usize> = (0..512).collect();
-            best.sort_by(|&a, &b| expected[b].total_cmp(&expected[a]));
-            ours.0.extend(best[..5].iter().map(|&id| (found[id] - expected[id]).abs()));
+        for count in [1, 2, 4] {
+            let name = format!("{name} on {count} ranks");
+            let found = match count {
+                1 => forced(&mut open(&gpu, &dir, 256, all_graphs).0, &ids, 0),
+                _ => forced_on_ranks(&mut conductor(&dir, count, 256, None), &ids, 0),
+            };
+            let mut ours = Errors::default();
+            for (found, expected) in found.chunks_exact(512).zip(expected.chunks_exact(512)) {
+                let mut best: Vec<usize> = (0..512).collect();
+                best.sort_by(|&a, &b| expected[b].total_cmp(&expected[a]));
+                ours.0.extend(best[..5].iter().map(|&id| (found[id] - expected[id]).abs()));
+            }
+            assert_eq!(ours.0.len(), theirs.0.len(), "{name}");
+            within(&name, &ours, theirs.mean(), theirs.max());
+            let greedy = &found[(golden.input_ids.len() - 1) * 512..];
+            agree(&name, greedy, 512, &golden.greedy_ids, &golden.greedy_margin);
         }
-        assert_eq!(ours.0.len(), theirs.0.len(), "{name}");
-        within(name, &ours, theirs.mean(), theirs.max());
-        let greedy = &found[(golden.input_ids.len() - 1) * 512..];
-        agree(name, greedy, 512, &golden.greedy_ids, &golden.greedy_margin);
     }
+}
+
+/// Ranks that share the GPU: steps, bits and choices, and the same bits whatever way the sums travel.
+#[test]
+fn ranks_hold_every_check() {
+    let Some(_) = gpu() else { return };
+    for (name, t0, count) in [("tiny8", tiny8(), 2), ("tiny3", tiny3(), 3), ("tiny8", tiny8().tied(true), 4), ("tiny8", tiny8(), 8)] {
+        let dir = tempfile::tempdir().unwrap();
+        t0.write(dir.path());
+        let mut found = Vec::new();
+        for algorithm in [None, Some(Algorithm::Push), Some(Algorithm::Pull), Some(Algorithm::TwoShot)] {
+            let mut conductor = conductor(dir.path(), count, 256, algorithm);
+            let name = format!("{name} on {count} ranks, {}", algorithm.map_or("auto", Algorithm::name));
+            found.push((compute_alike(&name, &mut conductor, dir.path()), answers(&mut conductor)));
+            let ids = |n| move || token_ids(n, 500);
+            hold_on_ranks(&name, &mut conductor, ids(256), |m, ids| check::widths(m, ids));
+            hold_on_ranks(&name, &mut conductor, ids(130), |m, ids| check::chunks(m, ids));
+            if algorithm.is_none() {
+                hold_on_ranks(&name, &mut conductor, ids(256), |m, ids| check::graphs(m, ids));
+                hold_on_ranks(&name, &mut conductor, ids(256), |m, ids| check::sampling(m, ids));
+                hold_on_ranks(&name, &mut conductor, ids(256), |m, ids| check::drafts(m, ids));
+                hold_on_ranks(&name, &mut conductor, ids(256), |m, ids| check::speculation(m, ids, 40, false));
+            }
+        }
+        assert!(found.iter().all(|f| *f == found[0]), "{name} on {count} ranks: another algorithm, other bits");
+    }
+}
+
+#[test]
+fn ranks_speculate_without_a_change() {
+    let Some(_) = gpu() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    tiny8().set("vocab_size", 512).set("num_hidden_layers", 3).write(dir.path());
+    let (config, weights) = model(dir.path());
+    for count in [2, 8] {
+        let setup = ranks::setup(one_more_gpu, dir.path(), count, Some(tiny_llama_drafter(&config, &weights, true)), 256);
+        let mut conductor = Conductor::new(setup, one_more_gpu().unwrap(), &mut |_, _| {}).unwrap();
+        let ids = || token_ids(256, 512);
+        hold_on_ranks(&format!("{count} ranks"), &mut conductor, ids, |m, ids| check::speculation(m, ids, 60, true));
+    }
+}
+
+/// Normal exits are quick, one after the other, and give the memory back.
+#[test]
+fn ranks_end_in_time() {
+    let Some(gpu) = gpu() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    tiny8().write(dir.path());
+    let times = if std::env::var_os("VOLLEY_SHIM").is_some() { 2 } else { 50 };
+    let (mut slowest, mut free) = (0.0f64, 0);
+    for i in 0..times {
+        let mut engine = Engine::new(Box::new(conductor(dir.path(), 2, 256, None)), Drafting::default()).unwrap();
+        let request = Request { prompt: &token_ids(20, 500), sampling: &Sampling::default(), end_ids: &[], max_tokens: Some(4) };
+        engine.generate(&request, &mut |_: Event| Flow::Go).unwrap();
+        let start = std::time::Instant::now();
+        drop(engine);
+        slowest = slowest.max(start.elapsed().as_secs_f64());
+        let now = gpu.memory().unwrap().0;
+        free = if i == 0 { now } else { free };
+        assert!(slowest < 2.0 && now + (64 << 20) > free, "exit {i}: {slowest} s, {now} bytes free, {free} after the first");
+    }
+    println!("{times} exits of 2 ranks, the slowest in {slowest:.3} s");
 }
 
 #[test]
 fn smollm2_is_as_near_to_f32_as_bf16_allows() {
     let (Some(gpu), Some(dir)) = (gpu(), smollm2()) else { return };
     let mut machine = open(&gpu, &dir, 1024, all_graphs).0;
-    let vocab = machine.config().vocab;
-    for golden in SmolGolden::all(&dir) {
+    near_the_goldens(&dir, &mut |ids, first| forced(&mut machine, ids, first));
+}
+
+/// Nine heads and three KV heads on three ranks.
+#[test]
+fn smollm2_on_three_ranks_is_as_near_to_f32_as_bf16_allows() {
+    let (Some(_), Some(dir)) = (gpu(), smollm2()) else { return };
+    let mut conductor = conductor(&dir, 3, 1024, None);
+    near_the_goldens(&dir, &mut |ids, first| forced_on_ranks(&mut conductor, ids, first));
+    hold_on_ranks("SmolLM2", &mut conductor, || token_ids(1000, 49152), |m, ids| check::widths(m, ids));
+    hold_on_ranks("SmolLM2", &mut conductor, || token_ids(1000, 49152), |m, ids| check::sampling(m, ids));
+    hold_on_ranks("SmolLM2", &mut conductor, || token_ids(1000, 49152), |m, ids| check::speculation(m, ids, 100, false));
+}
+
+fn near_the_goldens(dir: &Path, forced: &mut dyn FnMut(&[u32], usize) -> Vec<f32>) {
+    let vocab = Config::open(dir).unwrap().vocab;
+    for golden in SmolGolden::all(dir) {
         let last = golden.prompt_ids.len() - 1;
         let ids = [&golden.prompt_ids[..], &golden.greedy_ids[..golden.greedy_ids.len() - 1]].concat();
-        let greedy = forced(&mut machine, &ids, last);
+        let greedy = forced(&ids, last);
         within(&golden.name, &Errors::of(&greedy, vocab, &golden.greedy_top5), golden.check.mean, golden.check.max);
         // How far bf16 is off in the prompt the goldens do not say.
-        let start = forced(&mut machine, &golden.prompt_ids[..golden.prompt_top5.len()], 0);
+        let start = forced(&golden.prompt_ids[..golden.prompt_top5.len()], 0);
         let prompt = Errors::of(&start, vocab, &golden.prompt_top5);
         println!("{} prompt: off f32 by {:.4}, at most {:.4}", golden.name, prompt.mean(), prompt.max());
         agree(&golden.name, &greedy, vocab, &golden.greedy_ids, &golden.greedy_margin);
@@ -412,6 +499,60 @@ fn smollm2_cycle_has_no_gap() {
     );
 }
 
+/// Ranks that share the GPU of `gpu()`.
+fn conductor(dir: &Path, count: usize, context: usize, algorithm: Option<Algorithm>) -> Conductor {
+    let mut setup = ranks::setup(one_more_gpu, dir, count, None, context);
+    setup.collectives.algorithm = algorithm;
+    Conductor::new(setup, one_more_gpu().unwrap(), &mut |_, _| {}).unwrap()
+}
+
+fn one_more_gpu() -> anyhow::Result<Gpu> {
+    match std::env::var_os("VOLLEY_SHIM") {
+        Some(library) => Ok(Gpu::new(Rc::new(Shim::open(Path::new(&library)).unwrap()))),
+        None => volley::gpu::open(0),
+    }
+}
+
+fn hold_on_ranks(
+    name: &str,
+    conductor: &mut Conductor,
+    ids: impl Fn() -> Vec<u32> + Send + Sync + 'static,
+    check: fn(&mut Machine, &[u32]) -> anyhow::Result<String>,
+) {
+    let held = conductor.each("check", move |machine| check(machine, &ids()));
+    hold(name, held.map(|mut held| held.swap_remove(0)));
+}
+
+/// `forced` on all ranks, whose logits are alike.
+fn forced_on_ranks(conductor: &mut Conductor, ids: &[u32], first: usize) -> Vec<f32> {
+    let ids = ids.to_vec();
+    let mut all = conductor.each("check", move |machine| Ok(forced(machine, &ids, first))).unwrap();
+    assert!(all.iter().all(|logits| *logits == all[0]));
+    all.swap_remove(0)
+}
+
+/// Tokens of answers with every kind of exchange.
+fn answers(conductor: &mut Conductor) -> Vec<u32> {
+    let warm = Sampling { temperature: 0.9, seed: 3, ..Sampling::default() };
+    let kinds = [Sampling::default(), warm.clone(), Sampling { top_k: 20, top_p: 0.9, ..warm }];
+    let all = conductor.each("check", move |machine| {
+        let mut tokens = Vec::new();
+        for sampling in &kinds {
+            let limits = Limits { end_ids: Vec::new(), max_tokens: 100, context: 256 };
+            machine.begin(&token_ids(20, 500), 0, sampling, &limits)?;
+            machine.prefill(&token_ids(19, 500))?;
+            for _ in 0..20 {
+                machine.verify(1)?;
+                tokens.extend(machine.record()?.tokens);
+            }
+        }
+        Ok(tokens)
+    });
+    let mut all = all.unwrap();
+    assert!(all[0].len() == 60 && all.iter().all(|tokens| *tokens == all[0]), "{all:?}");
+    all.swap_remove(0)
+}
+
 /// A check must hold; what it says goes to the log.
 fn hold(name: &str, held: anyhow::Result<String>) {
     println!("{name}: {}", held.unwrap_or_else(|e| panic!("{name}: {e:#}")));
@@ -422,6 +563,7 @@ fn gpu() -> Option<Gpu> {
     if let Some(library) = std::env::var_os("VOLLEY_SHIM") {
         return Some(Gpu::new(Rc::new(Shim::open(Path::new(&library)).unwrap())));
     }
+    volley::gpu::make_room_for_ranks();
     match volley::gpu::open(0) {
         Ok(gpu) => Some(gpu),
         Err(e) => {
@@ -464,7 +606,12 @@ fn session(dir: &Path, drafter: bool, ngram: bool, draft_tokens: Option<usize>) 
         weights: None,
         draft: Some(Draft { dir: drafter.then(|| DRAFTER.into()), mtp: false, ngram }),
         draft_tokens,
-        gpu: 0,
+        gpus: vec![],
+        tp: None,
+        ranks_per_gpu: 1,
+        collective: None,
+        nccl: None,
+        require_p2p: false,
         require_graphs: true,
         random: false,
         verbose: 0,

@@ -255,7 +255,7 @@ fn multi_token_prediction_computes_what_transformers_computes() {
 /// A model with its layer for multi-token prediction as the drafter, which `change` may alter.
 fn with_mtp(dir: &Path, change: impl Fn(&mut DraftModel)) -> Reference {
     let (config, weights) = open(dir);
-    let mut drafter = DraftModel::mtp(&Table::builtin().unwrap(), &config, &Checkpoint::open(dir, Read::Mmap).unwrap()).unwrap();
+    let mut drafter = DraftModel::mtp(&Table::builtin().unwrap(), &config, &weights, &Checkpoint::open(dir, Read::Mmap).unwrap()).unwrap();
     change(&mut drafter);
     reference(config, weights, Some(drafter), true)
 }

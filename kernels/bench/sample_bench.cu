@@ -113,7 +113,7 @@ int main() {
     CK(cudaHostAlloc(&p.ring, RECORDS * RECORD_WORDS * 8, cudaHostAllocDefault));
     u64* device_ring;
     CK(cudaMalloc(&device_ring, RECORDS * RECORD_WORDS * 8));
-    p.vocab = p.stride = vocab;
+    p.vocab = p.stride = p.n_tokens = vocab; p.ranks = 1;
     p.n_max = 264;                                              // two blocks an SM, as the head has
     std::vector<float> max_value((size_t)16 * p.n_max, -INFINITY);
     std::vector<int> max_id((size_t)16 * p.n_max, 0x7fffffff);

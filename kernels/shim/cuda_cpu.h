@@ -1,8 +1,9 @@
 // Runs the CUDA kernels of this folder on the CPU, for tests: each CUDA thread is a fiber, one block runs at a time, fibers switch only at
 // barriers and warp operations. Whatever CUDA leaves open is made hostile: threads and blocks run in an order shuffled by CPU_SHIM_SEED, shared
-// memory starts as NaN in every block, cp.async lands only at its wait. Not modelled: concurrent blocks (so no spinning between blocks), memory
-// ordering, speed. Warp operations must be reached by all lanes of the warp that have not returned. Kernels reach this file through ptx.h only;
-// launch.h is the way to start them.
+// memory starts as NaN in every block, cp.async lands only at its wait. Collectives (run_together) differ: the blocks of all ranks are resident at once, and what
+// they store for other GPUs arrives late, in any order, in pieces of 8 bytes, unless a fence or the end of the kernel says otherwise. Not modelled: shared memory
+// of blocks that run together, ordering of ordinary stores, speed. Warp operations must be reached by all lanes of the warp that have not returned. Kernels reach
+// this file through ptx.h only; launch.h is the way to start them.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -10,6 +11,7 @@
 #include <ucontext.h>
 #endif
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -18,6 +20,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 #if defined(__SANITIZE_ADDRESS__)
@@ -78,7 +81,7 @@ constexpr size_t kStack = 256 << 10;
 constexpr size_t kStack = 64 << 10;
 #endif
 
-enum class Status { Ready, AtBlock, AtWarp, Done };
+enum class Status { Ready, Polling, AtBlock, AtWarp, Done };   // Polling: ready, but waiting for another block
 struct Copy { char* to; char data[16]; };     // a cp.async under way
 struct Fiber {
   Context context; std::unique_ptr<char[]> stack; uint3 tid; int lane, warp; Status status; bool parity;
@@ -86,11 +89,15 @@ struct Fiber {
   std::vector<std::vector<Copy>> groups;      // committed, oldest first
 };
 struct Warp { uint64_t slot[2][32][8]; };     // two buffers: a warp operation then needs one barrier, not two
+struct Flight { char* to; uint64_t value; int bytes, fiber; uint64_t barrier; };   // a store for other GPUs under way; barrier: how many the block had passed
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
 inline std::unique_ptr<char[]> dynamic; inline size_t dynamic_bytes;
 inline Fiber* cur; inline Context scheduler; inline uint3 block_idx; inline dim3 block_dim, grid_dim;
 inline int block_vote[2], block_vote_parity;  // __syncthreads_or and _count
+inline uint64_t barriers;                     // that the block has passed
+inline std::vector<Flight> in_flight;         // stores of this block, oldest first
+inline bool together;                         // blocks of several grids are resident
 inline const std::function<void()>* body;
 inline const char* kernel_name = "?";
 inline uint64_t rng = 1, n_launches = 0;
@@ -132,10 +139,9 @@ template <class T> struct Shared {
   Shared() { char* p = reinterpret_cast<char*>(&value); shared_ranges.push_back({p, sizeof(T)}); poison(p, p + sizeof(T)); }
 };
 
-inline void run_block(int n) {
+inline void start_block(int n) {
   if ((int)fibers.size() < n) fibers.resize(n);
-  const int n_warps = (n + 31) / 32;
-  warps.resize(n_warps);
+  warps.resize((n + 31) / 32);
   for (int i = 0; i < n; i++) {
     Fiber& f = fibers[i];
     if (!f.stack) f.stack.reset(new char[kStack]);
@@ -144,28 +150,37 @@ inline void run_block(int n) {
     f.tid = {i % block_dim.x, i / block_dim.x % block_dim.y, i / (block_dim.x * block_dim.y)};
     context_make(f.context, f.stack.get(), kStack, entry, scheduler);
   }
-  std::vector<int> order(n);
-  for (int i = 0; i < n; i++) order[i] = i;
-  for (;;) {
-    for (int i = n - 1; i > 0; i--) std::swap(order[i], order[random() % (i + 1)]);
-    bool ran = false; int done = 0, at_block = 0;
-    for (int i : order) if (fibers[i].status == Status::Ready) { to_fiber(fibers[i]); ran = true; }
-    for (int w = 0; w < n_warps; w++) {                 // a warp goes on once none of its lanes is still on its way
-      const int first = w * 32, end = std::min(n, first + 32); int waiting = 0, elsewhere = 0;
-      for (int i = first; i < end; i++) { if (fibers[i].status == Status::AtWarp) waiting++; else if (fibers[i].status != Status::Done) elsewhere++; }
-      if (waiting && elsewhere) fail("warp operation not reached by every lane");
-      if (waiting) { ran = true; for (int i = first; i < end; i++) if (fibers[i].status == Status::AtWarp) fibers[i].status = Status::Ready; }
-    }
-    for (int i = 0; i < n; i++) { done += fibers[i].status == Status::Done; at_block += fibers[i].status == Status::AtBlock; }
-    if (done == n) return;
-    if (at_block + done == n) { for (int i = 0; i < n; i++) if (fibers[i].status == Status::AtBlock) fibers[i].status = Status::Ready; }
-    else if (!ran) fail("deadlock: threads wait at different barriers");
-  }
+  block_vote[0] = block_vote[1] = 0; block_vote_parity = 0; barriers = 0;
 }
-inline void launch(dim3 grid, dim3 block, size_t smem, const std::function<void()>& f) {
+// Every thread that can runs up to its next barrier or poll. True when all n are done.
+inline bool turn(int n) {
+  static std::vector<int> order;
+  if ((int)order.size() != n) { order.resize(n); for (int i = 0; i < n; i++) order[i] = i; }
+  for (int i = n - 1; i > 0; i--) std::swap(order[i], order[random() % (i + 1)]);
+  bool ran = false; int done = 0, at_block = 0;
+  for (int i : order) if (fibers[i].status == Status::Ready || fibers[i].status == Status::Polling) { to_fiber(fibers[i]); ran = true; }
+  for (int w = 0; w < (n + 31) / 32; w++) {               // a warp goes on once none of its lanes is still on its way
+    const int first = w * 32, end = std::min(n, first + 32); int waiting = 0, elsewhere = 0, polling = 0;
+    for (int i = first; i < end; i++) {
+      const Status s = fibers[i].status;
+      if (s == Status::AtWarp) waiting++; else if (s == Status::Polling) polling++; else if (s != Status::Done) elsewhere++;
+    }
+    if (waiting && elsewhere) fail("warp operation not reached by every lane");
+    if (waiting && !polling) { ran = true; for (int i = first; i < end; i++) if (fibers[i].status == Status::AtWarp) fibers[i].status = Status::Ready; }
+  }
+  for (int i = 0; i < n; i++) { done += fibers[i].status == Status::Done; at_block += fibers[i].status == Status::AtBlock; }
+  if (done == n) return true;
+  if (at_block + done == n) { barriers++; for (int i = 0; i < n; i++) if (fibers[i].status == Status::AtBlock) fibers[i].status = Status::Ready; }
+  else if (!ran) fail("deadlock: threads wait at different barriers");
+  return false;
+}
+inline void reseed() {
   const char* seed = std::getenv("CPU_SHIM_SEED");
   rng = ((seed ? std::strtoull(seed, nullptr, 10) : 0) + 1) * 0x9e3779b97f4a7c15ull + ++n_launches;
   for (int i = 0; i < 4; i++) random();
+}
+inline void launch(dim3 grid, dim3 block, size_t smem, const std::function<void()>& f) {
+  reseed();
   if (smem != dynamic_bytes || !dynamic) { dynamic.reset(new char[smem ? smem : 1]); dynamic_bytes = smem; }   // exact size: ASan sees the end
   grid_dim = grid; block_dim = block; body = &f;
   const size_t n_blocks = size_t(grid.x) * grid.y * grid.z;
@@ -176,9 +191,88 @@ inline void launch(dim3 grid, dim3 block, size_t smem, const std::function<void(
     block_idx = {b % grid.x, b / grid.x % grid.y, b / (grid.x * grid.y)};
     poison(dynamic.get(), dynamic.get() + dynamic_bytes);     // NaN: reading what was never written shows
     for (auto& r : shared_ranges) poison(r.first, r.first + r.second);
-    block_vote[0] = block_vote[1] = 0; block_vote_parity = 0;
-    run_block(block.x * block.y * block.z);
+    const int n = block.x * block.y * block.z;
+    start_block(n);
+    while (!turn(n)) {}
   }
+}
+
+// ---- grids that run together, as ranks of a collective do ----
+// A store for other GPUs. It arrives when the scheduler says so (deliver), after the thread's earlier stores to the same place.
+inline void store_system(void* to, uint64_t value, int bytes) {
+  if (together) in_flight.push_back({(char*)to, value, bytes, int(cur - fibers.data()), barriers});
+  else std::memcpy(to, &value, bytes);
+}
+// Lets those stores of the present block arrive that `wanted` picks. Of two to the same place the older comes first, unless a fence asks for the newer alone.
+template <class F> void deliver(bool fence, F wanted) {
+  std::set<char*> held; size_t kept = 0;
+  for (Flight& f : in_flight) {
+    if (wanted(f) && (fence || !held.count(f.to))) std::memcpy(f.to, &f.value, f.bytes);
+    else { held.insert(f.to); in_flight[kept++] = f; }
+  }
+  in_flight.resize(kept);
+}
+// Covers what this thread stored, and what its block stored before the last barrier.
+inline void fence_system() {
+  const int me = int(cur - fibers.data());
+  if (together) deliver(true, [&](const Flight& f) { return f.fiber == me || f.barrier < barriers; });
+}
+inline void before_load(const void* from, int bytes) {   // a thread sees its own stores
+  const int me = int(cur - fibers.data()); const char* p = (const char*)from;
+  if (!in_flight.empty()) deliver(true, [&](const Flight& f) { return f.fiber == me && f.to >= p && f.to < p + bytes; });
+}
+struct Grid { const char* name; dim3 grid; unsigned block; std::function<void()> body; };
+struct Resident {
+  std::vector<Fiber> fibers; std::vector<Warp> warps; std::vector<Flight> in_flight; uint3 block_idx; uint64_t barriers; int vote[2], vote_parity; bool done;
+  void swap() {
+    std::swap(fibers, cpu::fibers); std::swap(warps, cpu::warps); std::swap(in_flight, cpu::in_flight); std::swap(block_idx, cpu::block_idx); std::swap(barriers, cpu::barriers);
+    std::swap(vote, block_vote); std::swap(vote_parity, block_vote_parity);
+  }
+};
+// One list of launches a rank, in order. All blocks of a launch are resident together with those of the other ranks; a rank's next launch starts when its last has
+// ended and all its stores have arrived. Ranks are held up at random.
+inline void run_together(const std::vector<std::vector<Grid>>& streams) {
+  struct Stream { size_t next = 0, left = 0; int held = 0; std::vector<std::unique_ptr<Resident>> blocks; };
+  static std::vector<std::unique_ptr<Resident>> pool;      // keeps the stacks
+  reseed();
+  together = true;
+  std::vector<Stream> all(streams.size());
+  size_t unfinished = 0;
+  for (auto& s : streams) unfinished += !s.empty();
+  while (unfinished) {
+    const size_t which = random() % streams.size();
+    Stream& s = all[which];
+    if (s.next == streams[which].size() || s.held-- > 0) continue;
+    s.held = random() % 64 ? 0 : random() % 256;
+    const Grid& g = streams[which][s.next];
+    const unsigned n_blocks = g.grid.x * g.grid.y * g.grid.z;
+    grid_dim = g.grid; block_dim = dim3(g.block); body = &g.body; kernel_name = g.name;
+    if (s.blocks.empty()) {
+      for (unsigned b = 0; b < n_blocks; b++) {
+        if (pool.empty()) pool.push_back(std::make_unique<Resident>());
+        Resident& r = *pool.back();
+        r.block_idx = {b % g.grid.x, b / g.grid.x % g.grid.y, b / (g.grid.x * g.grid.y)}; r.done = false;
+        r.swap(); start_block(g.block); r.swap();
+        s.blocks.push_back(std::move(pool.back())); pool.pop_back();
+      }
+      s.left = n_blocks;
+    }
+    Resident& r = *s.blocks[random() % n_blocks];
+    const int luck = random() % 4;                         // of each store to arrive now, in quarters
+    r.swap();
+    if (!r.done && turn(g.block)) { r.done = true; s.left--; }
+    deliver(false, [&](const Flight&) { return int(random() % 4) < luck; });
+    r.swap();
+    if (s.left == 0) {
+      for (auto& b : s.blocks) {
+        b->swap(); deliver(true, [](const Flight&) { return true; }); b->swap();
+        pool.push_back(std::move(b));
+      }
+      s.blocks.clear();
+      if (++s.next == streams[which].size()) unfinished--;
+    }
+  }
+  together = false;
 }
 template <class T> T exchange(T v, int from) {            // every lane gives v and takes lane `from`'s
   static_assert(sizeof(T) <= 64, "too large");
@@ -256,9 +350,12 @@ inline void ldmatrix_x4(uint32_t r[4], const void* row, bool trans) {
 }
 
 // ---- the table of kernels, filled by KERNEL in ptx.h ----
-struct Kernel { unsigned max_threads; size_t params_bytes; void (*call)(const void* params); };
+struct Group { const void* id; const unsigned* poison; int ranks; };   // the ranks that a launch of a collective belongs to
+struct Kernel { unsigned max_threads; size_t params_bytes; void (*call)(const void* params); Group (*group)(const void* params); };   // group: null, but for a collective
 inline std::map<std::string, Kernel>& kernels() { static std::map<std::string, Kernel> table; return table; }
-struct Register { Register(const char* name, unsigned max_threads, size_t bytes, void (*call)(const void*)) { kernels()[name] = {max_threads, bytes, call}; } };
+struct Register {
+  Register(const char* name, unsigned max_threads, size_t bytes, void (*call)(const void*), Group (*group)(const void*) = nullptr) { kernels()[name] = {max_threads, bytes, call, group}; }
+};
 }  // namespace cpu
 
 #define threadIdx (cpu::cur->tid)

@@ -89,7 +89,7 @@ static void test_same_noise() {
     std::vector<unsigned long long> ring(RECORDS * RECORD_WORDS);
     SampleParams p{};
     p.logits = l.data(); p.state = &s; p.options = &o; p.scratch = sample.data(); p.counts = counts.data(); p.history = history.data(); p.ring = ring.data();
-    p.vocab = p.stride = vocab; p.width = width;
+    p.vocab = p.stride = p.n_tokens = vocab; p.ranks = 1; p.width = width;
     maxima.give(p);
     run("sample_choose", dim3(1, width), 256, p);
     run("sample_accept", dim3(1), 256, p);

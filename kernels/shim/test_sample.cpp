@@ -80,7 +80,7 @@ static int ref_choose(std::vector<float> l, const SamplingParams& o, const std::
 
 // ---- a sequence on the "device" and its double ----
 struct Sequence {
-  int vocab, stride, blocks;
+  int vocab, stride, blocks, extra_blocks, ranks = 1;
   SamplingParams o = plain_options();
   State s{};
   std::vector<uint32_t> counts;
@@ -88,8 +88,8 @@ struct Sequence {
   std::vector<int> history;
   std::vector<unsigned long long> list, ring;
   std::vector<SampleScratch> scratch{1};
-  Sequence(int vocab_, int extra_blocks = 0, int stride_ = 0)
-      : vocab(vocab_), stride(stride_ ? stride_ : vocab_), blocks((vocab_ + SAMPLE_SLICE - 1) / SAMPLE_SLICE + extra_blocks), counts(vocab_), bias(vocab_), history(256),
+  Sequence(int vocab_, int extra_blocks_ = 0, int stride_ = 0)
+      : vocab(vocab_), stride(stride_ ? stride_ : vocab_), blocks((vocab_ + SAMPLE_SLICE - 1) / SAMPLE_SLICE + extra_blocks_), extra_blocks(extra_blocks_), counts(vocab_), bias(vocab_), history(256),
         list(poisoned<unsigned long long>((size_t)16 * vocab_)), ring(RECORDS * RECORD_WORDS) {
     std::memset((void*)scratch.data(), 0, sizeof(SampleScratch));
     std::memset((void*)scratch[0].cut, 0xff, sizeof scratch[0].cut);
@@ -112,6 +112,7 @@ struct Sequence {
     p.logits = logits.data(); p.state = &s; p.options = &o; p.scratch = scratch.data(); p.list = list.data(); p.counts = counts.data();
     p.bias = o.has_bias ? bias.data() : nullptr; p.history = history.data(); p.ring = ring.data(); p.vocab = vocab; p.stride = stride; p.width = width;
     p.max_value = max_value.data(); p.max_id = max_id.data(); p.n_max = n_max;
+    p.n_tokens = vocab; p.ranks = 1;
     const bool adjusted = o.repetition_penalty != 1 || o.presence_penalty != 0 || o.frequency_penalty != 0 || o.has_bias || o.min_tokens > 0;
     const bool filtered = o.top_k > 0 || o.top_p < 1ull << 32, all = !minimal;
     if (all || adjusted) run("sample_adjust", dim3(blocks, width), 256, p);
@@ -119,6 +120,68 @@ struct Sequence {
     if (all || o.temperature != 0) run("sample_choose", dim3(blocks, width), 256, p);
     if (all || filtered) run("sample_settle", dim3(1, width), 256, p);
     run("sample_accept", dim3(1), 256, p);
+  }
+  // The same on several ranks, one after the other kernel by kernel, what they exchange added up here. All must end alike; the first one's state stays.
+  void launch_ranks(const std::vector<float>& logits, int width) {
+    struct Rank {
+      int n, blocks;
+      State s; std::vector<SampleScratch> scratch; std::vector<float> logits, max_value; std::vector<int> max_id, history; std::vector<uint32_t> counts;
+      std::vector<unsigned long long> list, ring;
+      SampleParams p;
+    };
+    const int share = ((vocab + ranks - 1) / ranks + 15) / 16 * 16;
+    std::vector<Rank> all(ranks);
+    for (int r = 0; r < ranks; r++) {
+      Rank& k = all[r];
+      const int first = r * share, n_max = 1 + chance() % 3;
+      k.n = std::min(share, vocab - first);
+      k.blocks = (k.n + SAMPLE_SLICE - 1) / SAMPLE_SLICE + extra_blocks;
+      k.s = s; k.scratch = scratch; k.history = history; k.counts = counts; k.ring = ring; k.list = poisoned<unsigned long long>((size_t)width * k.n);
+      k.logits = poisoned<float>((size_t)width * share);
+      k.max_value.assign((size_t)width * n_max, -kInf);
+      k.max_id.assign((size_t)width * n_max, 0x7fffffff);
+      for (int row = 0; row < width; row++)
+        for (int i = 0; i < k.n; i++) {
+          const float l = k.logits[(size_t)row * share + i] = logits[(size_t)row * stride + first + i];
+          const size_t at = row * n_max + i / 16 % n_max;
+          if (l > k.max_value[at]) { k.max_value[at] = l; k.max_id[at] = i; }
+        }
+      k.p = SampleParams{k.logits.data(), &k.s, &o, k.scratch.data(), k.list.data(), k.counts.data(), bias.data(), k.history.data(), k.ring.data(), k.max_value.data(), k.max_id.data(),
+                         k.n, share, n_max, width, first, vocab, ranks, 0};
+    }
+    const auto each = [&](const char* kernel, bool wide, int round = 0) {
+      for (Rank& k : all) { k.p.round = round; run(kernel, dim3(wide ? k.blocks : 1, width), 256, k.p); }
+    };
+    const auto exchange = [&](const int (&flags)[SAMPLE_ROWS], size_t at, size_t n, bool sum) {   // n words from a byte of the scratch, if a row wants it
+      if (std::none_of(flags, flags + width, [](int flag) { return flag != 0; })) return;
+      const auto words = [&](Rank& k) { return reinterpret_cast<unsigned long long*>(reinterpret_cast<char*>(k.scratch.data()) + at); };
+      for (size_t i = 0; i < n; i++) {
+        unsigned long long all_of_them = 0;
+        for (Rank& k : all) all_of_them = sum ? all_of_them + words(k)[i] : std::max(all_of_them, words(k)[i]);
+        for (Rank& k : all) words(k)[i] = all_of_them;
+      }
+    };
+    each("sample_adjust", true);
+    const SampleScratch& first = all[0].scratch[0];
+    exchange(first.in_use, offsetof(SampleScratch, best), width, false);
+    each("sample_count", true);
+    exchange(first.in_use, offsetof(SampleScratch, bins), width * sizeof(SampleBins) / 8, true);
+    each("sample_choose", true);
+    for (int round = 0; round < SAMPLE_ROUNDS; round++) {
+      each("sample_narrow", false, round);
+      exchange(first.open, offsetof(SampleScratch, digits), width * sizeof(SampleDigits) / 8, true);
+    }
+    each("sample_settle", false, SAMPLE_ROUNDS);
+    exchange(first.in_use, offsetof(SampleScratch, chosen), width, false);
+    for (Rank& k : all) run("sample_accept", dim3(1), 256, k.p);
+    for (Rank& k : all) {
+      std::memset((void*)k.scratch[0].cut, 0, sizeof k.scratch[0].cut);
+      std::memset((void*)k.scratch[0].digits, 0, sizeof k.scratch[0].digits + sizeof k.scratch[0].search);
+      std::memset((void*)k.scratch[0].in_use, 0, sizeof k.scratch[0].in_use + sizeof k.scratch[0].open);
+      const bool alike = same_bits(&k.s, &all[0].s, 1) && k.history == all[0].history && k.counts == all[0].counts && k.ring == all[0].ring && same_bits(k.scratch.data(), all[0].scratch.data(), 1);
+      check(alike, "rank %d of %d ends as rank 0: token %d, %d", (int)(&k - all.data()), ranks, k.s.sampled[0], all[0].s.sampled[0]);
+    }
+    s = all[0].s; scratch = all[0].scratch; history = all[0].history; counts = all[0].counts; ring = all[0].ring;
   }
   unsigned record(int word) const {
     const uint64_t w = ring[s.pass % RECORDS * RECORD_WORDS + word];
@@ -147,7 +210,8 @@ static bool pass(Sequence& q, const std::vector<float>& logits, int width, std::
   q.s.n_drafts = (int)drafts.size();
   std::copy(drafts.begin(), drafts.end(), q.s.drafts);
   std::vector<float> device(logits);
-  q.launch(device, width, minimal);
+  if (q.ranks == 1) q.launch(device, width, minimal);
+  else q.launch_ranks(logits, width);
   auto counts = counts0;
   std::vector<int> want;
   int reason = STOP_NONE, accepted = 0;
@@ -262,6 +326,8 @@ static void test_options(bool quick) {
         Sequence q(vocab, vocab == 1000 ? 2 : 0, vocab == 512 ? 516 : 0);
         option.set(q);
         q.o.seed = chance();
+        const int counts_of_ranks[] = {1, 1, 2, 3, 8};
+        q.ranks = counts_of_ranks[chance() % 5];
         const int width = 1 + chance() % 5;
         const auto logits = random_logits(width, vocab, q.stride, kind);
         auto drafts = right_drafts(q, logits, width - 1);
@@ -270,6 +336,7 @@ static void test_options(bool quick) {
       }
   for (const Option& option : kOptions) {                       // 16 rows, all drafts right, several passes on one scratch
     Sequence q(1000);
+    q.ranks = 1 + (&option - kOptions) % 4;
     option.set(q);
     for (int turn = 0; turn < (quick ? 1 : 2) && !q.s.done; turn++) {
       const auto logits = random_logits(16, 1000, 1000, turn);
@@ -283,12 +350,18 @@ static void test_options(bool quick) {
   pass(q, logits, 2, right_drafts(q, logits, 1), "SmolLM2's vocabulary");
   q.o.top_p = fixed_p(0.5);
   pass(q, random_logits(1, 49152, 49152, 2), 1, {}, "SmolLM2's vocabulary, flat");
+  q.ranks = 3;
+  for (int top_k : {0, 20000}) {
+    q.o.top_k = top_k;
+    pass(q, random_logits(1, 49152, 49152, 2), 1, {}, "SmolLM2's vocabulary on three ranks, flat");
+  }
 }
 
 // Which ids are kept at all: a dozen ids of about equal weight, so that each one kept or dropped by mistake soon wins or fails to. The others weigh nothing.
 static void test_exact_cuts(bool quick) {
   for (int turn = 0; turn < (quick ? 12 : 120); turn++) {
     Sequence q(512);
+    q.ranks = 1 + turn % 3 * turn % 8;
     q.o.seed = turn;
     const float step[] = {0, 0.001f, 0.05f, 0.3f}, start[] = {0, 1}, p[] = {0.5f, 0.25f, 0.75f, 0.3f, 0.9f};
     std::vector<float> logits((size_t)16 * 512, -60);

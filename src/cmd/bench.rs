@@ -64,7 +64,7 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
     }
 
     let (read_rate, device) = if model.device == "cuda" {
-        let gpu = gpu::open(model_options.gpu)?;
+        let gpu = gpu::open(super::rank_gpus(&model_options)?[0])?;
         (gpu::probe::read_ceiling(&gpu)?, gpu.info().name.clone())
     } else {
         (read_rate(), format!("cpu with {} threads", rayon::current_num_threads()))

@@ -1,25 +1,29 @@
 //! `volley doctor`: is this machine fit, and does this model compute what it should? One line a check on stdout, exit code 0 or 1.
+//! With several ranks every check runs on all of them at once, each against its part of the reference.
 //!
 //! First facts of driver and GPU, then every kernel on small random models whose sizes do not divide evenly (`Shape`), then, if there is one,
 //! the user's model. The checks are in check.rs.
-use super::{bench::token_ids, check, default_draft, shown_bytes, Device, ModelOptions};
+use super::{bench::token_ids, check, default_draft, rank_gpus, setup, shown_bytes, Device, ModelOptions};
 use crate::cpu::Reference;
 use crate::decode::sample::philox;
 use crate::error;
 use crate::gpu::device::Gpu;
 use crate::gpu::machine::{Machine, Options};
+use crate::gpu::ranks::Conductor;
 use crate::gpu::weights::Source;
 use crate::gpu::{self, cuda, fatbins, probe};
 use crate::model::checkpoint::{Checkpoint, Read};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
-use crate::model::weights::{claim, Table};
+use crate::model::plan::Ranks;
+use crate::model::weights::{claim, Table, Weights};
 use anyhow::{bail, Context, Result};
 use half::bf16;
 use serde_json::{json, Map, Value};
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Tokens of the context that checks use: across the second edge of KV chunk sizes.
@@ -32,18 +36,20 @@ pub fn doctor(options: &ModelOptions) -> Result<u8> {
     if options.device == Device::Cpu {
         bail!("--device cpu: doctor checks a GPU; leave the flag out");
     }
-    let gpu = gpu::open(options.gpu)?;
+    let gpus = rank_gpus(options)?;
+    let gpu = gpu::open(gpus[0])?;
     let mut report = Report { n_checks: 0, n_failed: 0 };
     facts(&gpu)?;
-    for shape in SHAPES {
+    let shapes = if gpus.len() > 1 { &[SHAPE_OF_RANKS] } else { &SHAPES[..] };
+    for shape in shapes {
         let dir = Scratch::new(shape.name)?;
         shape.write(&dir.0)?;
         let defaults = ModelOptions { context: None, weights: None, no_mmap: false, draft: None, ..options.clone() };
-        report.model(shape.name, &gpu, &dir.0, &defaults)?;
+        report.model(shape.name, &gpu, &gpus, &dir.0, &defaults)?;
     }
     let named = options.dir.clone().or_else(|| std::env::var_os("VOLLEY_MODEL").filter(|dir| !dir.is_empty()).map(PathBuf::from));
     if let Some(dir) = &named {
-        report.model(&dir.display().to_string(), &gpu, dir, options)?;
+        report.model(&dir.display().to_string(), &gpu, &gpus, dir, options)?;
     }
     let Report { n_checks, n_failed } = report;
     match n_failed {
@@ -85,11 +91,11 @@ struct Report {
 
 impl Report {
     /// All checks of the model in `dir`.
-    fn model(&mut self, name: &str, gpu: &Gpu, dir: &Path, options: &ModelOptions) -> Result<()> {
+    fn model(&mut self, name: &str, gpu: &Gpu, gpus: &[usize], dir: &Path, options: &ModelOptions) -> Result<()> {
         let start = Instant::now();
-        let (mut machine, mut reference, drafter) = open(gpu, dir, options)?;
-        let t = machine.timings;
-        let (context, vocab) = (options.context.unwrap_or(CONTEXT).min(machine.config().context), machine.config().vocab);
+        let (mut model, drafter) = open(gpu, gpus, dir, options)?;
+        let (t, config) = (model.first().timings, model.first().config());
+        let (context, vocab) = (options.context.unwrap_or(CONTEXT).min(config.context), config.vocab);
         say(format_args!(
             "model       {name}: {} of weights in {:.0} ms, {} graphs in {:.0} ms, ready after {:.2} s",
             shown_bytes(t.weight_bytes as u64),
@@ -101,17 +107,30 @@ impl Report {
         if context < check::STEP_ROWS {
             bail!("context {context}: doctor's checks take {} tokens at least", check::STEP_ROWS);
         }
-        let ids = token_ids(context, vocab);
-        self.verdict("kernels", || check::steps(&mut machine, &mut reference, &ids))?;
-        self.verdict("graphs", || check::graphs(&mut machine, &ids[..ids.len().min(1100)]))?;
-        self.verdict("widths", || check::widths(&mut machine, &ids))?;
-        self.verdict("chunks", || check::chunks(&mut machine, &ids[..ids.len().min(700)]))?;
-        self.verdict("sampling", || check::sampling(&mut machine, &ids))?;
-        self.verdict("drafts", || check::drafts(&mut machine, &ids))?;
+        let ids = Arc::new(token_ids(context, vocab));
+        type Check = Box<dyn Fn(&mut Machine, &[u32]) -> Result<String> + Send + Sync>;
+        let (dir, options) = (dir.to_path_buf(), options.clone());
+        let steps = move |m: &mut Machine, ids: &[u32]| check::steps(m, &mut reference(&dir, &options, context, m.ranks())?, ids);
+        let mut checks: Vec<(&str, Check)> = vec![
+            ("kernels", Box::new(steps)),
+            ("graphs", Box::new(|m, ids| check::graphs(m, &ids[..ids.len().min(1100)]))),
+            ("widths", Box::new(check::widths)),
+            ("chunks", Box::new(|m, ids| check::chunks(m, &ids[..ids.len().min(700)]))),
+            ("sampling", Box::new(check::sampling)),
+            ("drafts", Box::new(check::drafts)),
+        ];
         if drafter {
-            self.verdict("drafter", || check::extends(&mut machine, &ids, SPECULATED))?;
+            checks.push(("drafter", Box::new(|m, ids| check::extends(m, ids, SPECULATED))));
         }
-        self.verdict("speculation", || check::speculation(&mut machine, &ids, SPECULATED, drafter))
+        checks.push(("speculation", Box::new(move |m, ids| check::speculation(m, ids, SPECULATED, drafter))));
+        for (name, check) in checks {
+            let (ids, failed) = (ids.clone(), self.n_failed);
+            self.verdict(name, || model.check(move |machine| check(machine, &ids)))?;
+            if self.n_failed > failed && gpus.len() > 1 {
+                break; // all ranks have ended
+            }
+        }
+        Ok(())
     }
 
     /// A check that fails is counted; a machine that fails ends everything.
@@ -134,21 +153,66 @@ fn say(line: std::fmt::Arguments) -> Result<()> {
     Ok(out.flush()?)
 }
 
-/// The model in `dir` on the GPU and in the reference, with room for the tokens that checks use, and whether it has a drafter there.
-fn open(gpu: &Gpu, dir: &Path, options: &ModelOptions) -> Result<(Machine, Reference, bool)> {
+/// A model on its rank or ranks.
+enum Running {
+    One(Machine),
+    Many(Conductor),
+}
+
+impl Running {
+    /// On every rank at once; what rank 0 says.
+    fn check(&mut self, check: impl Fn(&mut Machine) -> Result<String> + Send + Sync + 'static) -> Result<String> {
+        match self {
+            Running::One(machine) => check(machine),
+            Running::Many(conductor) => Ok(conductor.each("check", check)?.swap_remove(0)),
+        }
+    }
+
+    fn first(&self) -> &Machine {
+        match self {
+            Running::One(machine) => machine,
+            Running::Many(conductor) => conductor.first(),
+        }
+    }
+}
+
+/// The reference of one rank of the model in `dir`.
+fn reference(dir: &Path, options: &ModelOptions, context: usize, ranks: Ranks) -> Result<Reference> {
+    let (config, weights) = model(dir, options)?;
+    weights.load(&mut |_, _| {})?;
+    Reference::of_ranks(config, weights, context, None, false, ranks)
+}
+
+fn model(dir: &Path, options: &ModelOptions) -> Result<(Config, Weights)> {
     let config = Config::open(dir)?;
     let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
-    let read = if options.no_mmap { Read::Plain } else { Read::Auto };
-    let weights = claim(&table, &config, &Checkpoint::open(dir, read)?)?;
-    weights.load(&mut |_, _| {})?;
+    let weights = claim(&table, &config, &Checkpoint::open(dir, read(options))?)?;
+    Ok((config, weights))
+}
+
+fn read(options: &ModelOptions) -> Read {
+    if options.no_mmap {
+        Read::Plain
+    } else {
+        Read::Auto
+    }
+}
+
+/// The model in `dir` with room for the tokens that checks use, and whether it has a drafter there.
+fn open(gpu: &Gpu, gpus: &[usize], dir: &Path, options: &ModelOptions) -> Result<(Running, bool)> {
+    let (config, weights) = model(dir, options)?;
     let draft = options.draft.clone().unwrap_or_else(|| default_draft(dir, true));
-    let drafter = draft.dir.map(|dir| DraftModel::open(&dir, &config, &weights, None, read)).transpose()?;
-    drafter.iter().try_for_each(|d| d.weights.load(&mut |_, _| {}))?;
+    let drafter = draft.dir.map(|dir| DraftModel::open(&dir, &config, &weights, None, read(options))).transpose()?;
     let has_drafter = drafter.is_some();
     let context = options.context.unwrap_or(CONTEXT).min(config.context);
     let machine_options = Options { context, drafter, ngram: true, require_graphs: options.require_graphs, fail_capture: |_| false };
-    let machine = Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), machine_options, &mut |_, _| {})?;
-    Ok((machine, Reference::new(config, weights, context, None, false)?, has_drafter))
+    let running = if gpus.len() > 1 {
+        let setup = setup(options, gpus.to_vec(), config, Some(weights), machine_options);
+        Running::Many(Conductor::new(setup, gpu.clone(), &mut |_, _| {})?)
+    } else {
+        Running::One(Machine::new(gpu.clone(), config, Source::Checkpoint(&weights), machine_options, &mut |_, _| {})?)
+    };
+    Ok((running, has_drafter))
 }
 
 /// A small random model. Sizes leave parts of tiles and segments over.
@@ -174,6 +238,11 @@ pub const SHAPES: [Shape; 3] = [
     Shape { name: "random-qwen3", model_type: "qwen3", architecture: "Qwen3ForCausalLM", hidden: 1056, n_heads: 4, n_kv_heads: 1, head_dim: 128, ffn_dim: 1096, vocab: 5003, tied: false },
     Shape { name: "random-qwen2", model_type: "qwen2", architecture: "Qwen2ForCausalLM", hidden: 336, n_heads: 2, n_kv_heads: 2, head_dim: 128, ffn_dim: 200, vocab: 1000, tied: false },
 ];
+
+/// Heads, feed-forward columns and tokens for 2, 3, 4, 6 and 8 ranks.
+#[rustfmt::skip]
+const SHAPE_OF_RANKS: Shape =
+    Shape { name: "random-ranks", model_type: "llama", architecture: "LlamaForCausalLM", hidden: 208, n_heads: 24, n_kv_heads: 1, head_dim: 64, ffn_dim: 768, vocab: 777, tied: true };
 
 impl Shape {
     /// Writes config.json and model.safetensors.

@@ -13,7 +13,9 @@ mod stats;
 use crate::cpu;
 use crate::decode::{Backend, Drafting, Engine, Sampling};
 use crate::error;
-use crate::gpu::{self, machine, weights::Source};
+pub use crate::gpu::comm::Algorithm;
+use crate::gpu::ranks::{Collectives, Conductor, Setup};
+use crate::gpu::{self, comm, machine, nccl, params::COMM_MAX_RANKS, weights::Source};
 use crate::model::checkpoint::{Checkpoint, Dtype, Read};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
@@ -61,8 +63,17 @@ pub struct ModelOptions {
     pub draft: Option<Draft>,
     /// Drafts a cycle; None lets the policy choose.
     pub draft_tokens: Option<usize>,
-    /// Which GPU.
-    pub gpu: usize,
+    /// Which GPUs; empty: as many as there are ranks for.
+    pub gpus: Vec<usize>,
+    /// Tensor-parallel ranks; None: one for each place on the GPUs.
+    pub tp: Option<usize>,
+    pub ranks_per_gpu: usize,
+    /// None: what is fastest at start.
+    pub collective: Option<Algorithm>,
+    /// The NCCL library; None: where the system finds it.
+    pub nccl: Option<PathBuf>,
+    /// An error instead of a slower way where GPUs do not reach each other's memory.
+    pub require_p2p: bool,
     /// An error instead of a warning when a graph is not captured.
     pub require_graphs: bool,
     /// Weights from a hash, config.json alone: for bench.
@@ -158,10 +169,13 @@ impl Model {
         let verbose = options.verbose > 0;
         cpu::compute_on_this_thread();
         // Before anything is read: a machine that cannot run it says so at once.
+        let gpus = rank_gpus(options)?;
+        let ranks = Ranks { rank: 0, count: gpus.len() };
         let gpu = match options.device {
+            Device::Cpu if ranks.count > 1 => bail!("--device cpu: {} ranks are asked for, the CPU backend is one", ranks.count),
             Device::Cpu => Err("it was asked for".to_string()),
-            Device::Cuda => Ok(gpu::open(options.gpu)?),
-            Device::Auto => gpu::open(options.gpu).map_err(|e| format!("{e:#}")),
+            Device::Auto if ranks.count == 1 => gpu::open(gpus[0]).map_err(|e| format!("{e:#}")),
+            Device::Auto | Device::Cuda => Ok(gpu::open(gpus[0])?),
         };
         let config = Config::open(dir)?;
         let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
@@ -171,10 +185,10 @@ impl Model {
         let stored = checkpoint.as_ref().map_or("random weights".to_string(), Checkpoint::to_string);
         let draft = options.draft.clone().unwrap_or_else(|| default_draft(dir, !options.random));
         let drafter = match (&draft.dir, &weights) {
-            (None, _) if draft.mtp => {
-                let checkpoint = checkpoint.as_ref().context("--draft mtp: random weights have no drafter; use --draft none")?;
-                Some(DraftModel::mtp(&table, &config, checkpoint)?)
-            }
+            (None, _) if draft.mtp => match (&weights, &checkpoint) {
+                (Some(weights), Some(checkpoint)) => Some(DraftModel::mtp(&table, &config, weights, checkpoint)?),
+                _ => bail!("--draft mtp: random weights have no drafter; use --draft none"),
+            },
             (Some(dir), Some(weights)) => Some(DraftModel::open(dir, &config, weights, tokens, read)?),
             (Some(dir), None) => Some(DraftModel::random(dir, &config)?),
             (None, _) => None,
@@ -184,9 +198,9 @@ impl Model {
             None => Dtype::Bf16,
         };
 
-        let decode = plan::target(&config, Pass::Verify { width: 1 }, Ranks::ONE, &[])?;
+        let decode = plan::target(&config, Pass::Verify { width: 1 }, ranks, &[])?;
         let (storage, most_kv) = match &gpu {
-            Ok(gpu) => (machine::STORAGE, gpu.memory()?.1 as u64 / 8),
+            Ok(gpu) => (machine::STORAGE, gpu.memory()?.1 as u64 / 8 / options.ranks_per_gpu as u64),
             Err(_) => (Storage { weight: dtype.bytes(), ..cpu::STORAGE }, DEFAULT_KV_BYTES),
         };
         let row_bytes = (decode.kv.n_layers * decode.kv.row_dim() * storage.kv) as u64;
@@ -202,6 +216,10 @@ impl Model {
                     gpu::fatbins::BUILT_WITH
                 )),
                 Err(why) => tell(format_args!("device: cpu, since {why}")),
+            }
+            if ranks.count > 1 {
+                let places: Vec<String> = gpus.iter().enumerate().map(|(rank, gpu)| format!("{rank} on GPU {gpu}")).collect();
+                tell(format_args!("ranks: {}", places.join(", ")));
             }
             tell(format_args!("model: {} ({}), {stored}", dir.display(), config.arch));
             tell(format_args!("rope: {}", config.rope));
@@ -232,11 +250,20 @@ impl Model {
                     require_graphs: options.require_graphs,
                     fail_capture: |_| false,
                 };
-                let mut progress = Progress::new();
-                let made =
-                    machine::Machine::new(gpu, config.clone(), source, machine_options, &mut |done, total| progress.show(done, total))?;
+                let mut bar = Progress::new();
+                let mut progress = |done, total| bar.show(done, total);
+                let (made, timings): (Box<dyn Backend>, _) = if ranks.count > 1 {
+                    let conductor =
+                        Conductor::new(setup(options, gpus, config.clone(), weights.clone(), machine_options), gpu, &mut progress)?;
+                    let timings = conductor.first().timings;
+                    (Box::new(conductor), timings)
+                } else {
+                    let machine = machine::Machine::new(gpu, config.clone(), source, machine_options, &mut progress)?;
+                    let timings = machine.timings;
+                    (Box::new(machine), timings)
+                };
                 if verbose {
-                    let t = made.timings;
+                    let t = timings;
                     tell(format_args!(
                         "GPU memory: weights {}, KV cache {}, work {}; weights in {:.0} ms, {} graphs in {:.0} ms",
                         shown_bytes(t.weight_bytes as u64),
@@ -247,7 +274,7 @@ impl Model {
                         t.capture_ms
                     ));
                 }
-                Box::new(made)
+                made
             }
             Err(_) => {
                 let Some(weights) = weights else { bail!("--random: random weights are made on a GPU; use --device cuda") };
@@ -278,6 +305,56 @@ impl Model {
     pub fn shows_stats(&self) -> bool {
         self.verbose > 0 || io::stderr().is_terminal()
     }
+}
+
+/// The GPU of each rank, neighbours in the PCI tree next to each other.
+fn rank_gpus(options: &ModelOptions) -> Result<Vec<usize>> {
+    let per_gpu = options.ranks_per_gpu;
+    let gpus = gpus_for(&options.gpus, options.tp, per_gpu)?;
+    if per_gpu > 1 {
+        gpu::make_room_for_ranks();
+    }
+    let gpus = if gpus.len() > 1 { gpu::in_tree_order(gpus)? } else { gpus };
+    Ok(gpus.into_iter().flat_map(|gpu| vec![gpu; per_gpu]).collect())
+}
+
+/// The GPUs that were asked for, or the first ones that `tp` ranks need.
+fn gpus_for(asked: &[usize], tp: Option<usize>, per_gpu: usize) -> Result<Vec<usize>> {
+    let gpus: Vec<usize> = match asked.is_empty() {
+        true => (0..tp.unwrap_or(per_gpu).div_ceil(per_gpu)).collect(),
+        false => asked.to_vec(),
+    };
+    if let Some(i) = (1..gpus.len()).find(|&i| gpus[..i].contains(&gpus[i])) {
+        bail!("--gpus: GPU {} is there twice; --ranks-per-gpu puts several ranks on one", gpus[i]);
+    }
+    let count = gpus.len() * per_gpu;
+    if let Some(tp) = tp.filter(|tp| *tp != count) {
+        bail!("--tp {tp}: expected {count}, which is {per_gpu} on each of {} GPUs; --gpus and --ranks-per-gpu set both", gpus.len());
+    }
+    if count > COMM_MAX_RANKS {
+        bail!("{count} ranks: at most {COMM_MAX_RANKS} are supported");
+    }
+    Ok(gpus)
+}
+
+/// What all ranks are made of. Before their threads start: NCCL is set by the environment.
+fn setup(options: &ModelOptions, gpus: Vec<usize>, config: Config, weights: Option<Weights>, machine: machine::Options) -> Setup {
+    if options.collective.is_some_and(Algorithm::needs_nccl) {
+        let settings = nccl::configure(options.ranks_per_gpu > 1);
+        let shown: Vec<String> = settings.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        tell(format_args!("NCCL: {}", shown.join(" ")));
+    }
+    if options.collective == Some(Algorithm::NcclAllReduce) {
+        tell(format_args!("warning: --collective nccl-allreduce: the text may depend on how many drafts are verified together"));
+    }
+    let collectives = Collectives {
+        algorithm: options.collective,
+        nccl: options.nccl.clone(),
+        require_p2p: options.require_p2p,
+        link: comm::Options::default(),
+    };
+    let places = gpus.clone();
+    Setup { gpus, open: Box::new(move |rank| gpu::open(places[rank])), collectives, config, weights, options: machine }
 }
 
 fn model_dir(options: &ModelOptions) -> Result<PathBuf> {
@@ -454,6 +531,24 @@ mod tests {
         let bad = |byte: &str, at: usize| Err(format!("stdin: expected UTF-8, found byte 0x{byte} at offset {at}"));
         assert_eq!(all(b"ab\n\xffc\nd\n"), [ok("ab"), bad("ff", 3), ok("d")]);
         assert_eq!(all(b"\xef\xbb\xbfa\xc3"), [bad("c3", 4)]);
+    }
+
+    #[test]
+    fn gpus_of_ranks() {
+        assert_eq!(gpus_for(&[], None, 1).unwrap(), [0]);
+        assert_eq!(gpus_for(&[], Some(4), 1).unwrap(), [0, 1, 2, 3]);
+        assert_eq!(gpus_for(&[], Some(4), 4).unwrap(), [0]);
+        assert_eq!(gpus_for(&[], None, 8).unwrap(), [0]);
+        assert_eq!(gpus_for(&[3, 1], None, 2).unwrap(), [3, 1]);
+        let refused = |gpus: &[usize], tp, per_gpu, word: &str| {
+            let error = gpus_for(gpus, tp, per_gpu).unwrap_err();
+            assert!(error.to_string().contains(word) && error::exit_code(&error) == error::BAD_INPUT, "{error}");
+        };
+        refused(&[0], Some(2), 1, "--tp 2: expected 1, which is 1 on each of 1 GPUs");
+        refused(&[], Some(3), 2, "--tp 3: expected 4");
+        refused(&[1, 0, 1], None, 1, "GPU 1 is there twice");
+        refused(&[], Some(9), 1, "at most 8");
+        refused(&[], Some(9), 9, "at most 8");
     }
 
     #[test]

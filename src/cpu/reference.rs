@@ -11,9 +11,9 @@ use crate::decode::{draft_ngram, Backend, Counters, Limits, Record, Sampling, Se
 use crate::model::config::{Config, Rope};
 use crate::model::draft::DraftModel;
 use crate::model::plan::{self, Attention, BufferId, BufferKind, Epilogue, Linear, Owner, Pass, Plan, Ranks, Step, Storage, Tokens};
-use crate::model::plan::{FEATURE_ROWS, MAX_WIDTH};
+use crate::model::plan::{Tap, FEATURE_ROWS, MAX_WIDTH};
 use crate::model::quant::check_scales;
-use crate::model::weights::{Weight, WeightId, Weights};
+use crate::model::weights::{Slice, Weight, WeightId, Weights};
 use anyhow::{bail, Context, Result};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, VecDeque};
@@ -32,22 +32,34 @@ pub const STORAGE: Storage = Storage { weight: 2, kv: 4 };
 pub struct Reference {
     config: Config,
     context: usize,
-    pub(super) weights: Weights,
-    pub(super) drafter: Option<DraftState>,
+    weights: Weights,
+    drafter: Option<DraftState>,
     ngram: bool,
-    /// Norm weights and biases as f32.
-    pub(super) vectors: BTreeMap<WeightId, Vec<f32>>,
-    plans: BTreeMap<Pass, Rc<Plan>>,
-    /// Activations by buffer name, [rows, dim] of the widest plan so far. Features are a ring of FEATURE_ROWS rows by position.
-    pub(super) buffers: BTreeMap<&'static str, Vec<f32>>,
-    pub(super) cache: Cache,
-    pub(super) rotary: Rotary,
+    /// One plan a rank; a drafter's pass has one, which rank 0 runs.
+    plans: BTreeMap<Pass, Rc<Vec<Plan>>>,
+    /// All ranks, run in turns step by step.
+    ranks: Vec<Rank>,
+    /// The rank whose steps `run` shows.
+    shown: usize,
+    rotary: Rotary,
+    /// Of the last verify pass, [rows, vocab], from all ranks.
+    logits: Vec<f32>,
     sequence: Option<Sequence>,
     /// Drafts for the next verify pass.
     drafts: Vec<u32>,
     /// A draft pass of so many drafts is queued: it runs when the next verify pass wants it, or never.
     queued_draft: Option<usize>,
     records: VecDeque<Record>,
+}
+
+/// One rank's share of the model.
+pub(super) struct Rank {
+    pub(super) ranks: Ranks,
+    /// Norm weights and biases as f32.
+    pub(super) vectors: BTreeMap<WeightId, Vec<f32>>,
+    /// Activations by buffer name, [rows, dim] of the widest plan so far. Features are a ring of FEATURE_ROWS rows by position.
+    pub(super) buffers: BTreeMap<&'static str, Vec<f32>>,
+    pub(super) cache: Cache,
 }
 
 /// The drafter's side: its cache holds rows 0 .. length, one behind nothing or several behind the target's.
@@ -134,9 +146,19 @@ impl Rows<'_> {
 
 impl Reference {
     /// `context` is the most tokens of prompt and output.
-    pub fn new(config: Config, mut weights: Weights, context: usize, drafter: Option<DraftModel>, ngram: bool) -> Result<Reference> {
-        let taps = drafter.as_ref().map_or(Vec::new(), |d| d.shape.taps.clone());
-        let plan = plan::target(&config, Pass::Prefill { rows: PREFILL_ROWS }, Ranks::ONE, &taps)?;
+    pub fn new(config: Config, weights: Weights, context: usize, drafter: Option<DraftModel>, ngram: bool) -> Result<Reference> {
+        Reference::of_ranks(config, weights, context, drafter, ngram, Ranks::ONE)
+    }
+
+    /// The same arithmetic as `ranks.count` ranks do it, each with its part of the weights; `run` and `kv` show rank `ranks.rank`.
+    pub fn of_ranks(
+        config: Config,
+        mut weights: Weights,
+        context: usize,
+        drafter: Option<DraftModel>,
+        ngram: bool,
+        ranks: Ranks,
+    ) -> Result<Reference> {
         let capacity = context + 2 * MAX_WIDTH;
         let drafter = match drafter {
             None => None,
@@ -147,8 +169,13 @@ impl Reference {
                 Some(DraftState { shape: d.shape, map: d.map, cache: Cache::new(kv, capacity), rotary, length: 0 })
             }
         };
-        let vectors =
-            weights.iter().filter(|(_, w)| w.cols == 1).map(|(id, w)| Ok((id, floats(w)?))).collect::<Result<BTreeMap<_, _>>>()?;
+        let rank = |rank| -> Result<Rank> {
+            let ranks = Ranks { rank, ..ranks };
+            let kv = plan::target(&config, Pass::Verify { width: 1 }, ranks, &[])?.kv;
+            let vectors = weights.iter().filter(|(_, w)| w.cols == 1).map(|(id, w)| Ok((id, floats(w, ranks)?)));
+            Ok(Rank { ranks, vectors: vectors.collect::<Result<_>>()?, buffers: BTreeMap::new(), cache: Cache::new(kv, capacity) })
+        };
+        let all = (0..ranks.count).map(rank).collect::<Result<Vec<Rank>>>()?;
         check_scales(&weights)?;
         let rotary = Rotary::new(&config.rope, config.rope_dim());
         let mut reference = Reference {
@@ -157,123 +184,193 @@ impl Reference {
             weights,
             drafter,
             ngram,
-            vectors,
             plans: BTreeMap::new(),
-            buffers: BTreeMap::new(),
-            cache: Cache::new(plan.kv, capacity),
+            ranks: all,
+            shown: ranks.rank,
             rotary,
+            logits: Vec::new(),
             sequence: None,
             drafts: Vec::new(),
             queued_draft: None,
             records: VecDeque::new(),
         };
-        reference.add_plan(plan);
+        reference.plans(Pass::Prefill { rows: PREFILL_ROWS })?;
         Ok(reference)
     }
 
-    fn add_plan(&mut self, plan: Plan) -> Rc<Plan> {
-        for b in &plan.buffers {
-            let rows = if b.kind == BufferKind::Feature { FEATURE_ROWS } else { b.rows };
-            let buffer = self.buffers.entry(b.name).or_default();
-            if buffer.len() < rows * b.dim {
-                buffer.resize(rows * b.dim, 0.0);
+    /// The plans of a pass by rank, and the buffers that they need.
+    fn plans(&mut self, pass: Pass) -> Result<Rc<Vec<Plan>>> {
+        if let Some(plans) = self.plans.get(&pass) {
+            return Ok(plans.clone());
+        }
+        let taps = self.drafter.as_ref().map_or(&[][..], |d| &d.shape.taps);
+        let plans = match (pass, &self.drafter) {
+            (Pass::Prefill { .. } | Pass::Verify { .. }, _) => {
+                self.ranks.iter().map(|rank| plan::target(&self.config, pass, rank.ranks, taps)).collect::<Result<Vec<Plan>>>()?
             }
-        }
-        let plan = Rc::new(plan);
-        self.plans.insert(plan.pass, plan.clone());
-        plan
-    }
-
-    fn plan(&mut self, pass: Pass) -> Result<Rc<Plan>> {
-        if let Some(plan) = self.plans.get(&pass) {
-            return Ok(plan.clone());
-        }
-        let plan = match (pass, &self.drafter) {
-            (Pass::Prefill { .. } | Pass::Verify { .. }, None) => plan::target(&self.config, pass, Ranks::ONE, &[])?,
-            (Pass::Prefill { .. } | Pass::Verify { .. }, Some(d)) => plan::target(&self.config, pass, Ranks::ONE, &d.shape.taps)?,
-            (Pass::DraftPrefill { .. } | Pass::Draft { .. }, Some(d)) => plan::drafter(&d.shape, pass, Ranks::ONE)?,
+            (Pass::DraftPrefill { .. } | Pass::Draft { .. }, Some(d)) => vec![plan::drafter(&d.shape, pass, Ranks::ONE)?],
             (Pass::DraftPrefill { .. } | Pass::Draft { .. }, None) => bail!("no drafter is loaded"),
         };
-        Ok(self.add_plan(plan))
+        for (rank, plan) in self.ranks.iter_mut().zip(&plans) {
+            for b in &plan.buffers {
+                let rows = if b.kind == BufferKind::Feature { FEATURE_ROWS } else { b.rows };
+                let buffer = rank.buffers.entry(b.name).or_default();
+                if buffer.len() < rows * b.dim {
+                    buffer.resize(rows * b.dim, 0.0);
+                }
+            }
+        }
+        let plans = Rc::new(plans);
+        self.plans.insert(pass, plans.clone());
+        Ok(plans)
     }
 
     /// Runs every step of a pass but `Accept` over `tokens` at positions `position ..` (drafter passes: the tokens after those of the
     /// features), and shows each step's output to `observe`, which may change it: the step, its output [rows, dim] and dim.
     pub fn run(&mut self, pass: Pass, tokens: &[u32], position: usize, observe: &mut dyn FnMut(&Step, &mut [f32], usize)) -> Result<()> {
-        let plan = self.plan(pass)?;
-        if tokens.is_empty() || tokens.len() > plan.rows() || position + tokens.len() > self.cache.capacity {
-            bail!("{} rows at position {position}: the plan has {} rows, the cache {}", tokens.len(), plan.rows(), self.cache.capacity);
+        let plans = self.plans(pass)?;
+        let capacity = self.ranks[0].cache.capacity;
+        if tokens.is_empty() || tokens.len() > plans[0].rows() || position + tokens.len() > capacity {
+            bail!("{} rows at position {position}: the plan has {} rows, the cache {capacity}", tokens.len(), plans[0].rows());
         }
         let rows = Rows { tokens, position };
-        for step in &plan.steps {
-            let out = match step {
-                Step::Embed { table, tokens, out, dim } => {
-                    self.embed(&plan, *table, *tokens, rows, *out, *dim)?;
-                    *out
+        let shown = self.shown.min(plans.len() - 1);
+        for (i, step) in plans[shown].steps.iter().enumerate() {
+            let mut out = None;
+            match step {
+                Step::AllReduce { .. } => out = Some(self.all_reduce(&plans, i, rows)),
+                Step::Accept { .. } => self.gather_logits(&plans, i, tokens.len()),
+                _ => {
+                    for (rank, plan) in plans.iter().enumerate() {
+                        let written = self.step(rank, plan, &plan.steps[i], rows)?;
+                        out = if rank == shown { Some(written) } else { out };
+                    }
                 }
-                Step::Linear(linear) => self.linear(&plan, linear, rows)?,
-                Step::Attention(attention) => {
-                    self.attention(&plan, attention, rows);
-                    attention.out
-                }
-                Step::LatentQuery(a) => {
-                    self.latent_query(&plan, a, rows)?;
-                    a.absorbed
-                }
-                Step::LatentAttend(a) => {
-                    self.latent_attend(&plan, a, rows);
-                    a.attended
-                }
-                Step::LatentValue(a) => {
-                    self.latent_value(&plan, a, rows)?;
-                    a.out
-                }
-                Step::Router(router) => {
-                    self.route(&plan, router, rows)?;
-                    router.routes
-                }
-                Step::ExpertsUp(mixture) => {
-                    self.experts_up(&plan, mixture, rows)?;
-                    mixture.act
-                }
-                Step::ExpertsDown(mixture) => self.experts_down(&plan, mixture, rows)?,
-                Step::Norm { x, column, weight, out, dim } => {
-                    self.norm(&plan, *x, *column, *weight, *out, *dim, rows);
-                    *out
-                }
-                Step::Select { x, out, dim } => {
-                    let last = (tokens.len() - 1) * dim;
-                    let row = self.buffers[plan.buffer(*x).name][last..last + dim].to_vec();
-                    self.buffer_mut(&plan, *out)[..*dim].copy_from_slice(&row);
-                    *out
-                }
-                Step::DraftToken { logits, vocab, draft } => {
-                    let token = self.draft_token(&self.buffers[plan.buffer(*logits).name][..*vocab], *draft)?;
-                    self.drafts.push(token);
-                    *logits
-                }
-                Step::AllReduce { .. } => bail!("step {} does not run on the CPU backend, which is one rank", step.name()),
-                Step::Accept { .. } => continue,
-            };
-            let buffer = plan.buffer(out);
-            if buffer.kind != BufferKind::Feature {
-                let out = self.buffers.get_mut(buffer.name).expect("buffers of a plan exist");
-                observe(step, &mut out[..rows.count(buffer.rows) * buffer.dim], buffer.dim);
+            }
+            let Some(out) = out else { continue };
+            let buffer = plans[shown].buffer(out);
+            if buffer.kind == BufferKind::Feature {
+                continue;
+            }
+            let n = rows.count(buffer.rows) * buffer.dim;
+            let numbers = self.ranks[shown].buffers.get_mut(buffer.name).expect("buffers of a plan exist");
+            observe(step, &mut numbers[..n], buffer.dim);
+            // What all ranks hold alike stays so when `observe` changes it.
+            if let (Step::Embed { .. } | Step::AllReduce { .. }, true) = (step, plans.len() > 1) {
+                let numbers = numbers[..n].to_vec();
+                self.ranks.iter_mut().for_each(|rank| {
+                    rank.buffers.get_mut(buffer.name).expect("ranks have the same buffers")[..n].copy_from_slice(&numbers)
+                });
             }
         }
         Ok(())
     }
 
-    /// Logits of the last verify pass, [rows, vocab].
-    pub fn logits(&self, rows: usize) -> &[f32] {
-        &self.buffers["logits"][..rows * self.config.vocab]
+    /// A step of one rank; the buffer that it wrote.
+    fn step(&mut self, rank: usize, plan: &Plan, step: &Step, rows: Rows) -> Result<BufferId> {
+        let Reference { ranks, weights, drafter, rotary, .. } = self;
+        let rank = &mut ranks[rank];
+        Ok(match step {
+            Step::Embed { table, tokens, out, dim } => {
+                let draft;
+                let tokens = match tokens {
+                    Tokens::Pass | Tokens::Next => rows.tokens,
+                    Tokens::Draft(n) => {
+                        draft = [self.drafts[n - 1]];
+                        &draft
+                    }
+                };
+                rank.embed(weights, plan, *table, tokens, *out, *dim)?;
+                *out
+            }
+            Step::Linear(linear) => rank.linear(weights, plan, linear, rows)?,
+            Step::Attention(attention) => {
+                rank.attention(drafter.as_mut(), rotary, plan, attention, rows);
+                attention.out
+            }
+            Step::LatentQuery(a) => {
+                rank.latent_query(weights, drafter.as_mut(), rotary, plan, a, rows)?;
+                a.absorbed
+            }
+            Step::LatentAttend(a) => {
+                rank.latent_attend(drafter.as_mut(), plan, a, rows);
+                a.attended
+            }
+            Step::LatentValue(a) => {
+                rank.latent_value(weights, plan, a, rows)?;
+                a.out
+            }
+            Step::Router(router) => {
+                rank.route(weights, plan, router, rows)?;
+                router.routes
+            }
+            Step::ExpertsUp(mixture) => {
+                rank.experts_up(weights, plan, mixture, rows)?;
+                mixture.act
+            }
+            Step::ExpertsDown(mixture) => rank.experts_down(weights, plan, mixture, rows)?,
+            Step::Norm { x, column, weight, out, dim } => {
+                rank.norm(plan, *x, *column, *weight, *out, *dim, rows);
+                *out
+            }
+            Step::Select { x, out, dim } => {
+                let last = (rows.tokens.len() - 1) * dim;
+                let row = rank.buffers[plan.buffer(*x).name][last..last + dim].to_vec();
+                rank.buffer_mut(plan, *out)[..*dim].copy_from_slice(&row);
+                *out
+            }
+            Step::DraftToken { logits, vocab, draft } => {
+                let token = self.draft_token(&self.ranks[0].buffers[plan.buffer(*logits).name][..*vocab], *draft)?;
+                self.drafts.push(token);
+                *logits
+            }
+            Step::AllReduce { .. } | Step::Accept { .. } => unreachable!("run does what takes all ranks together"),
+        })
     }
 
-    /// Keys then values of one layer and KV head for positions `0 .. length`, [length, head_dim] each; with latent attention the rows of the
-    /// cache, and no values.
+    /// x += the partial sums of all ranks in their order, on every rank; the buffer of x.
+    fn all_reduce(&mut self, plans: &[Plan], i: usize, at: Rows) -> BufferId {
+        let Step::AllReduce { partial, x, dim, bias, tap } = plans[0].steps[i] else { unreachable!("called for AllReduce only") };
+        let rows = at.count(plans[0].buffer(x).rows);
+        let mut sums = vec![0.0; rows * dim];
+        for (rank, plan) in self.ranks.iter().zip(plans) {
+            let partial = &rank.buffers[plan.buffer(partial).name];
+            sums.iter_mut().zip(partial).for_each(|(sum, y)| *sum += y);
+        }
+        if let Some(bias) = bias {
+            let bias = &self.ranks[0].vectors[&bias];
+            sums.chunks_exact_mut(dim).for_each(|row| row.iter_mut().zip(bias).for_each(|(sum, b)| *sum += b));
+        }
+        for (rank, plan) in self.ranks.iter_mut().zip(plans) {
+            rank.buffer_mut(plan, x).iter_mut().zip(&sums).for_each(|(x, sum)| *x += sum);
+            rank.tap(plan, x, tap, at);
+        }
+        x
+    }
+
+    /// `logits` from the columns of all ranks.
+    fn gather_logits(&mut self, plans: &[Plan], i: usize, rows: usize) {
+        let vocab = self.config.vocab;
+        self.logits.resize(rows * vocab, 0.0);
+        for (rank, plan) in self.ranks.iter().zip(plans) {
+            let Step::Accept { logits, first_id, .. } = plan.steps[i] else { unreachable!("called for Accept only") };
+            let n = plan.buffer(logits).dim;
+            for (all, part) in self.logits.chunks_exact_mut(vocab).zip(rank.buffers["logits"].chunks_exact(n)) {
+                all[first_id..first_id + n].copy_from_slice(part);
+            }
+        }
+    }
+
+    /// Logits of the last verify pass, [rows, vocab].
+    pub fn logits(&self, rows: usize) -> &[f32] {
+        &self.logits[..rows * self.config.vocab]
+    }
+
+    /// Keys then values of one layer and KV head for positions `0 .. length`, [length, head_dim] each; heads of the rank that is shown.
+    /// With latent attention the rows of the cache, and no values.
     pub fn kv(&self, owner: Owner, layer: usize, head: usize, length: usize) -> (&[f32], &[f32]) {
         let cache = match owner {
-            Owner::Target => &self.cache,
+            Owner::Target => &self.ranks[self.shown].cache,
             Owner::Drafter => &self.drafter.as_ref().expect("a drafter is loaded").cache,
         };
         let at = cache.at(layer, head);
@@ -303,41 +400,7 @@ impl Reference {
 
     /// The ring of tapped features, [FEATURE_ROWS, taps * hidden] by position: tests show with it what wrong ones cost.
     pub fn features_mut(&mut self) -> &mut [f32] {
-        self.buffers.get_mut("features").expect("a drafter is loaded")
-    }
-
-    pub(super) fn buffer_mut(&mut self, plan: &Plan, id: BufferId) -> &mut [f32] {
-        self.buffers.get_mut(plan.buffer(id).name).expect("buffers of a plan exist")
-    }
-
-    fn embed(&mut self, plan: &Plan, table: WeightId, tokens: Tokens, rows: Rows, out: BufferId, dim: usize) -> Result<()> {
-        let draft;
-        let tokens = match tokens {
-            Tokens::Pass | Tokens::Next => rows.tokens,
-            Tokens::Draft(n) => {
-                draft = [self.drafts[n - 1]];
-                &draft
-            }
-        };
-        let weight = self.weights.get(table).parts[0].clone();
-        let numbers = Numbers::of(&weight)?;
-        for (row, &token) in self.buffer_mut(plan, out).chunks_exact_mut(dim).zip(tokens) {
-            numbers.copy(token as usize * dim, row);
-        }
-        Ok(())
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    fn norm(&mut self, plan: &Plan, x: BufferId, column: usize, weight: WeightId, out: BufferId, dim: usize, rows: Rows) {
-        let n = rows.count(plan.buffer(out).rows);
-        let normed = self.scaled_input(plan, x, column, dim, Some(weight), rows, n);
-        let stride = plan.buffer(out).dim;
-        let out = self.buffer_mut(plan, out);
-        for r in 0..n {
-            for i in 0..dim {
-                out[r * stride + column + i] = normed.x[r * dim + i] * normed.inv[r];
-            }
-        }
+        self.ranks[0].buffers.get_mut("features").expect("a drafter is loaded")
     }
 
     /// The best token of one row of the drafter's logits, with the noise of its position: where the drafter agrees with the target, both
@@ -361,144 +424,6 @@ impl Reference {
             }
         }
         Ok(chosen.1)
-    }
-
-    /// Columns of x times norm weight, and 1/rms of each row of them (1 without a norm).
-    #[allow(clippy::too_many_arguments)]
-    pub(super) fn scaled_input(
-        &self,
-        plan: &Plan,
-        x: BufferId,
-        column: usize,
-        dim: usize,
-        norm: Option<WeightId>,
-        rows: Rows,
-        n: usize,
-    ) -> Scaled {
-        let buffer = plan.buffer(x);
-        let all = &self.buffers[buffer.name];
-        let weight = norm.map(|id| &self.vectors[&id]);
-        let mut x = Vec::with_capacity(n * dim);
-        let mut inv = vec![1.0; n];
-        for (r, inv) in inv.iter_mut().enumerate() {
-            let at = if buffer.kind == BufferKind::Feature { (rows.position + r) % FEATURE_ROWS } else { r };
-            let row = &all[at * buffer.dim + column..][..dim];
-            match weight {
-                None => x.extend_from_slice(row),
-                Some(weight) => {
-                    *inv = 1.0 / (dot::sum_of_squares(row) / dim as f32 + plan.eps(norm.expect("a weight of one"))).sqrt();
-                    x.extend(row.iter().zip(weight).map(|(x, w)| x * w));
-                }
-            }
-        }
-        Scaled { x, inv, dim }
-    }
-
-    fn linear(&mut self, plan: &Plan, linear: &Linear, at: Rows) -> Result<BufferId> {
-        let weight = self.weights.get(linear.weight);
-        let (Epilogue::Store { out }
-        | Epilogue::SiluMul { out }
-        | Epilogue::Residual { x: out, .. }
-        | Epilogue::Partial { out }
-        | Epilogue::Logits { out }) = linear.epilogue;
-        let rows = at.count(plan.buffer(out).rows);
-        let inputs: Vec<Scaled> = linear.inputs.iter().map(|i| self.scaled_input(plan, i.x, 0, i.dim, i.norm, at, rows)).collect();
-        // [n, rows]: one weight row meets every token while it is in the cache.
-        let mut sums = vec![0.0f32; linear.n * rows];
-        let mut first = 0;
-        for (part, &n) in weight.rows.iter().enumerate() {
-            let numbers = Numbers::of_part(weight, part)?;
-            let sums = &mut sums[first * rows..(first + n) * rows];
-            products(&numbers, &inputs, rows, sums);
-            if weight.rope[part] > 0 {
-                let stored = sums.to_vec();
-                for (row, sums) in sums.chunks_exact_mut(rows).enumerate() {
-                    sums.copy_from_slice(&stored[weight.rope_order(part, row) * rows..][..rows]);
-                }
-            }
-            first += n;
-        }
-        if let Some(id) = linear.bias {
-            for (row, b) in sums.chunks_exact_mut(rows).zip(&self.vectors[&id]) {
-                row.iter_mut().for_each(|y| *y += b);
-            }
-        }
-        let dim = plan.buffer(out).dim;
-        let n = linear.n;
-        let target = self.buffer_mut(plan, out);
-        match &linear.epilogue {
-            Epilogue::Store { .. } | Epilogue::Logits { .. } => {
-                for (i, sums) in sums.chunks_exact(rows).enumerate() {
-                    sums.iter().enumerate().for_each(|(r, y)| target[r * dim + i] = *y);
-                }
-            }
-            Epilogue::SiluMul { .. } => {
-                let (gates, ups) = sums.split_at(n / 2 * rows);
-                for (i, (gates, ups)) in gates.chunks_exact(rows).zip(ups.chunks_exact(rows)).enumerate() {
-                    for (r, (gate, up)) in gates.iter().zip(ups).enumerate() {
-                        target[r * dim + i] = gate / (1.0 + (-gate).exp()) * up;
-                    }
-                }
-            }
-            Epilogue::Residual { tap, .. } => {
-                for (i, sums) in sums.chunks_exact(rows).enumerate() {
-                    sums.iter().enumerate().for_each(|(r, y)| target[r * dim + i] += y);
-                }
-                if let Some(tap) = tap {
-                    let x = target[..rows * dim].to_vec();
-                    let features = plan.buffer(tap.out).dim;
-                    let ring = self.buffer_mut(plan, tap.out);
-                    for (r, x) in x.chunks_exact(dim).enumerate() {
-                        let row = (at.position + r) % FEATURE_ROWS;
-                        ring[row * features + tap.column..][..dim].copy_from_slice(x);
-                    }
-                }
-            }
-            Epilogue::Partial { .. } => bail!("{} is split over ranks; the CPU backend is one rank", linear.weight),
-        }
-        Ok(out)
-    }
-
-    fn attention(&mut self, plan: &Plan, a: &Attention, at: Rows) {
-        let dim = a.head_dim;
-        let width = (a.n_heads + 2 * a.n_kv_heads) * dim;
-        let rows = at.count(plan.buffer(a.out).rows);
-        let position = at.start(a.tokens);
-        let mut qkv = self.buffers[plan.buffer(a.qkv).name][..rows * width].to_vec();
-        let (cache, rotary) = match (a.owner, &mut self.drafter) {
-            (Owner::Target, _) => (&mut self.cache, &self.rotary),
-            (Owner::Drafter, Some(d)) => (&mut d.cache, &d.rotary),
-            (Owner::Drafter, None) => unreachable!("plans of a drafter need one"),
-        };
-        for (r, row) in qkv.chunks_exact_mut(width).enumerate() {
-            let (q, kv) = row.split_at_mut(a.n_heads * dim);
-            let (k, v) = kv.split_at_mut(a.n_kv_heads * dim);
-            for (heads, norm) in [(q, a.q_norm), (&mut *k, a.k_norm)] {
-                for head in heads.chunks_exact_mut(dim) {
-                    if let Some(id) = norm {
-                        let inv = 1.0 / (dot::sum_of_squares(head) / dim as f32 + plan.norm_eps).sqrt();
-                        head.iter_mut().zip(&self.vectors[&id]).for_each(|(x, w)| *x *= inv * w);
-                    }
-                    rotary.turn(head, position + r);
-                }
-            }
-            for head in 0..a.n_kv_heads {
-                let at = cache.at(a.layer, head) + (position + r) * dim;
-                cache.keys[at..at + dim].copy_from_slice(&k[head * dim..][..dim]);
-                cache.values[at..at + dim].copy_from_slice(&v[head * dim..][..dim]);
-            }
-        }
-        let (cache, group) = (&*cache, a.n_heads / a.n_kv_heads);
-        let out = self.buffers.get_mut(plan.buffer(a.out).name).expect("buffers of a plan exist");
-        // Short contexts are done before another thread has woken.
-        let heads_a_task = (1 << 17) / ((position + rows) * dim * 2) + 1;
-        out[..rows * a.n_heads * dim].par_chunks_exact_mut(dim).enumerate().with_min_len(heads_a_task).for_each(|(i, out)| {
-            let (r, head) = (i / a.n_heads, i % a.n_heads);
-            let q = &qkv[r * width + head * dim..][..dim];
-            let at = cache.at(a.layer, head / group);
-            let n = (position + r + 1) * dim;
-            attend(q, 1.0 / (dim as f32).sqrt(), &cache.keys[at..at + n], &cache.values[at..at + n], dim, out);
-        });
     }
 
     /// Brings the drafter's cache to `length` rows, from the features of the rows it lacks.
@@ -543,7 +468,7 @@ impl Reference {
     }
 
     fn time(&mut self, pass: Pass, tokens: &[u32], position: usize, n: usize) -> Result<Vec<f64>> {
-        let tokens = &tokens[..tokens.len().min(self.plan(pass)?.rows())];
+        let tokens = &tokens[..tokens.len().min(self.plans(pass)?[0].rows())];
         let mut once = || -> Result<f64> {
             self.drafts.clear();
             let start = Instant::now();
@@ -559,6 +484,175 @@ impl Reference {
     }
 }
 
+impl Rank {
+    pub(super) fn buffer_mut(&mut self, plan: &Plan, id: BufferId) -> &mut [f32] {
+        self.buffers.get_mut(plan.buffer(id).name).expect("buffers of a plan exist")
+    }
+
+    fn embed(&mut self, weights: &Weights, plan: &Plan, table: WeightId, tokens: &[u32], out: BufferId, dim: usize) -> Result<()> {
+        let numbers = Numbers::of(&weights.get(table).parts[0])?;
+        for (row, &token) in self.buffer_mut(plan, out).chunks_exact_mut(dim).zip(tokens) {
+            numbers.copy(token as usize * dim, row);
+        }
+        Ok(())
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn norm(&mut self, plan: &Plan, x: BufferId, column: usize, weight: WeightId, out: BufferId, dim: usize, rows: Rows) {
+        let n = rows.count(plan.buffer(out).rows);
+        let normed = self.scaled_input(plan, x, column, dim, Some(weight), rows, n);
+        let stride = plan.buffer(out).dim;
+        let out = self.buffer_mut(plan, out);
+        for r in 0..n {
+            for i in 0..dim {
+                out[r * stride + column + i] = normed.x[r * dim + i] * normed.inv[r];
+            }
+        }
+    }
+
+    /// Columns of x times norm weight, and 1/rms of each row of them (1 without a norm).
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn scaled_input(
+        &self,
+        plan: &Plan,
+        x: BufferId,
+        column: usize,
+        dim: usize,
+        norm: Option<WeightId>,
+        rows: Rows,
+        n: usize,
+    ) -> Scaled {
+        let buffer = plan.buffer(x);
+        let all = &self.buffers[buffer.name];
+        let weight = norm.map(|id| &self.vectors[&id]);
+        let mut x = Vec::with_capacity(n * dim);
+        let mut inv = vec![1.0; n];
+        for (r, inv) in inv.iter_mut().enumerate() {
+            let at = if buffer.kind == BufferKind::Feature { (rows.position + r) % FEATURE_ROWS } else { r };
+            let row = &all[at * buffer.dim + column..][..dim];
+            match weight {
+                None => x.extend_from_slice(row),
+                Some(weight) => {
+                    *inv = 1.0 / (dot::sum_of_squares(row) / dim as f32 + plan.eps(norm.expect("a weight of one"))).sqrt();
+                    x.extend(row.iter().zip(weight).map(|(x, w)| x * w));
+                }
+            }
+        }
+        Scaled { x, inv, dim }
+    }
+
+    fn linear(&mut self, weights: &Weights, plan: &Plan, linear: &Linear, at: Rows) -> Result<BufferId> {
+        let weight = weights.get(linear.weight);
+        let (Epilogue::Store { out }
+        | Epilogue::SiluMul { out }
+        | Epilogue::Residual { x: out, .. }
+        | Epilogue::Partial { out }
+        | Epilogue::Logits { out }) = linear.epilogue;
+        let rows = at.count(plan.buffer(out).rows);
+        let inputs: Vec<Scaled> = linear.inputs.iter().map(|i| self.scaled_input(plan, i.x, 0, i.dim, i.norm, at, rows)).collect();
+        // [n, rows]: one weight row meets every token while it is in the cache.
+        let mut sums = vec![0.0f32; linear.n * rows];
+        let mut first = 0;
+        for (part, slice) in weight.part_of_rank(self.ranks.rank, self.ranks.count)?.iter().enumerate() {
+            let n = slice.rows.len();
+            let sums = &mut sums[first * rows..(first + n) * rows];
+            products(&Numbers::of_part(weight, part)?, weight.cols, slice, &inputs, rows, sums);
+            if weight.rope[part] > 0 {
+                // A rank's rows are whole units, so that their order is that of the first ones.
+                let stored = sums.to_vec();
+                for (row, sums) in sums.chunks_exact_mut(rows).enumerate() {
+                    sums.copy_from_slice(&stored[weight.rope_order(part, row) * rows..][..rows]);
+                }
+            }
+            first += n;
+        }
+        if let Some(id) = linear.bias {
+            for (row, b) in sums.chunks_exact_mut(rows).zip(&self.vectors[&id]) {
+                row.iter_mut().for_each(|y| *y += b);
+            }
+        }
+        let dim = plan.buffer(out).dim;
+        let n = linear.n;
+        let target = self.buffer_mut(plan, out);
+        match &linear.epilogue {
+            Epilogue::Store { .. } | Epilogue::Partial { .. } | Epilogue::Logits { .. } => {
+                for (i, sums) in sums.chunks_exact(rows).enumerate() {
+                    sums.iter().enumerate().for_each(|(r, y)| target[r * dim + i] = *y);
+                }
+            }
+            Epilogue::SiluMul { .. } => {
+                let (gates, ups) = sums.split_at(n / 2 * rows);
+                for (i, (gates, ups)) in gates.chunks_exact(rows).zip(ups.chunks_exact(rows)).enumerate() {
+                    for (r, (gate, up)) in gates.iter().zip(ups).enumerate() {
+                        target[r * dim + i] = gate / (1.0 + (-gate).exp()) * up;
+                    }
+                }
+            }
+            Epilogue::Residual { tap, .. } => {
+                for (i, sums) in sums.chunks_exact(rows).enumerate() {
+                    sums.iter().enumerate().for_each(|(r, y)| target[r * dim + i] += y);
+                }
+                self.tap(plan, out, *tap, at);
+            }
+        }
+        Ok(out)
+    }
+
+    /// Keeps x for the drafter, where a tap says so.
+    pub(super) fn tap(&mut self, plan: &Plan, x: BufferId, tap: Option<Tap>, at: Rows) {
+        let Some(tap) = tap else { return };
+        let (dim, features) = (plan.buffer(x).dim, plan.buffer(tap.out).dim);
+        let x = self.buffers[plan.buffer(x).name][..at.tokens.len() * dim].to_vec();
+        let ring = self.buffer_mut(plan, tap.out);
+        for (r, x) in x.chunks_exact(dim).enumerate() {
+            let row = (at.position + r) % FEATURE_ROWS;
+            ring[row * features + tap.column..][..dim].copy_from_slice(x);
+        }
+    }
+
+    fn attention(&mut self, drafter: Option<&mut DraftState>, rotary: &Rotary, plan: &Plan, a: &Attention, at: Rows) {
+        let dim = a.head_dim;
+        let width = (a.n_heads + 2 * a.n_kv_heads) * dim;
+        let rows = at.count(plan.buffer(a.out).rows);
+        let position = at.start(a.tokens);
+        let mut qkv = self.buffers[plan.buffer(a.qkv).name][..rows * width].to_vec();
+        let (cache, rotary) = match (a.owner, drafter) {
+            (Owner::Target, _) => (&mut self.cache, rotary),
+            (Owner::Drafter, Some(d)) => (&mut d.cache, &d.rotary),
+            (Owner::Drafter, None) => unreachable!("plans of a drafter need one"),
+        };
+        for (r, row) in qkv.chunks_exact_mut(width).enumerate() {
+            let (q, kv) = row.split_at_mut(a.n_heads * dim);
+            let (k, v) = kv.split_at_mut(a.n_kv_heads * dim);
+            for (heads, norm) in [(q, a.q_norm), (&mut *k, a.k_norm)] {
+                for head in heads.chunks_exact_mut(dim) {
+                    if let Some(id) = norm {
+                        let inv = 1.0 / (dot::sum_of_squares(head) / dim as f32 + plan.norm_eps).sqrt();
+                        head.iter_mut().zip(&self.vectors[&id]).for_each(|(x, w)| *x *= inv * w);
+                    }
+                    rotary.turn(head, position + r);
+                }
+            }
+            for head in 0..a.n_kv_heads {
+                let at = cache.at(a.layer, head) + (position + r) * dim;
+                cache.keys[at..at + dim].copy_from_slice(&k[head * dim..][..dim]);
+                cache.values[at..at + dim].copy_from_slice(&v[head * dim..][..dim]);
+            }
+        }
+        let (cache, group) = (&*cache, a.n_heads / a.n_kv_heads);
+        let out = self.buffers.get_mut(plan.buffer(a.out).name).expect("buffers of a plan exist");
+        // Short contexts are done before another thread has woken.
+        let heads_a_task = (1 << 17) / ((position + rows) * dim * 2) + 1;
+        out[..rows * a.n_heads * dim].par_chunks_exact_mut(dim).enumerate().with_min_len(heads_a_task).for_each(|(i, out)| {
+            let (r, head) = (i / a.n_heads, i % a.n_heads);
+            let q = &qkv[r * width + head * dim..][..dim];
+            let at = cache.at(a.layer, head / group);
+            let n = (position + r + 1) * dim;
+            attend(q, 1.0 / (dim as f32).sqrt(), &cache.keys[at..at + n], &cache.values[at..at + n], dim, out);
+        });
+    }
+}
+
 /// An input of a linear layer with its norm weight multiplied in.
 pub(super) struct Scaled {
     pub(super) x: Vec<f32>,   // [rows, dim]
@@ -566,13 +660,12 @@ pub(super) struct Scaled {
     pub(super) dim: usize,
 }
 
-/// sums [n, rows] = weight [n, k] x inputs, in parallel over weight rows.
-pub(super) fn products(weight: &Numbers, inputs: &[Scaled], rows: usize, sums: &mut [f32]) {
+/// sums [n, rows] = the slice [n, k] of a weight of `cols` columns x inputs, in parallel over weight rows.
+pub(super) fn products(weight: &Numbers, cols: usize, slice: &Slice, inputs: &[Scaled], rows: usize, sums: &mut [f32]) {
     const BLOCK: usize = 32; // weight rows of one task
-    let k: usize = inputs.iter().map(|i| i.dim).sum();
     sums.par_chunks_mut(BLOCK * rows).enumerate().for_each(|(block, sums)| {
         for (j, sums) in sums.chunks_exact_mut(rows).enumerate() {
-            let mut column = (block * BLOCK + j) * k;
+            let mut column = (slice.rows.start + block * BLOCK + j) * cols + slice.cols.start;
             for input in inputs {
                 weight.dots(column, input.dim, &input.x, |r, sum| sums[r] += sum * input.inv[r]);
                 column += input.dim;
@@ -620,12 +713,12 @@ pub fn chunk_end(start: usize) -> usize {
         }
 }
 
-/// A vector weight as f32, its parts joined.
-fn floats(weight: &Weight) -> Result<Vec<f32>> {
+/// A rank's part of a vector weight as f32, its parts joined.
+fn floats(weight: &Weight, ranks: Ranks) -> Result<Vec<f32>> {
     let mut all = Vec::new();
-    for (part, &rows) in weight.parts.iter().zip(&weight.rows) {
-        let mut numbers = vec![0.0; rows];
-        Numbers::of(part)?.copy(0, &mut numbers);
+    for (part, slice) in weight.parts.iter().zip(weight.part_of_rank(ranks.rank, ranks.count)?) {
+        let mut numbers = vec![0.0; slice.rows.len()];
+        Numbers::of(part)?.copy(slice.rows.start, &mut numbers);
         all.extend(numbers);
     }
     Ok(all)
@@ -683,9 +776,8 @@ impl Backend for Reference {
             }
             self.run(Pass::Verify { width }, &tokens, position, &mut |_, _, _| {})?;
             let n = self.config.vocab * tokens.len();
-            let logits = &mut self.buffers.get_mut("logits").expect("a verify pass has logits")[..n];
             let sequence = self.sequence.as_mut().expect("begun above");
-            record = sequence.accept(logits, &drafts);
+            record = sequence.accept(&mut self.logits[..n], &drafts);
             if self.ngram {
                 self.drafts = draft_ngram::search(&sequence.history, MAX_DRAFTS).drafts;
                 record.ngram = self.drafts.len();

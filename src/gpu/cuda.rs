@@ -2,7 +2,7 @@
 //!
 //! cudarc panics where a library or a symbol is missing, so `driver_version` asks first. Our own layer is used instead of cudarc's slices
 //! because those record events of their own, which a stream capture does not allow.
-use super::device::{Driver, Info, Launch};
+use super::device::{Driver, Info, Launch, Raw};
 use super::fatbins;
 use crate::error::machine;
 use anyhow::{Context, Result};
@@ -65,10 +65,31 @@ pub fn device_count() -> Result<usize> {
     Ok(result::device::get_count()? as usize)
 }
 
+/// PCI address of a GPU as sysfs writes it, 0000:17:00.0.
+pub fn pci_bus_id(ordinal: usize) -> Result<String> {
+    driver_version()?;
+    bus_id(result::device::get(ordinal as i32)?)
+}
+
+fn bus_id(device: sys::CUdevice) -> Result<String> {
+    let mut text = [0; 16];
+    // Sound: writes at most the bytes of the array, with a 0 at the end.
+    unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr(), text.len() as i32, device).result()? };
+    Ok(text.iter().take_while(|&&c| c != 0).map(|&c| (c as u8 as char).to_ascii_lowercase()).collect())
+}
+
+/// Whether a driver's call was refused: the machine's fault, not the user's.
+pub fn is_driver_error(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| cause.is::<result::DriverError>())
+}
+
 /// One GPU: its primary context, current on this thread, the stream everything runs on, and the embedded kernels.
 pub struct Cuda {
     info: Info,
     device: sys::CUdevice,
+    context: sys::CUcontext,
+    /// GPUs whose memory this one reaches; their contexts are held until the end.
+    peers: RefCell<Vec<sys::CUdevice>>,
     stream: sys::CUstream,
     modules: Vec<sys::CUmodule>,
     graphs: RefCell<Vec<sys::CUgraph>>, // of the executables handed out; destroyed with them
@@ -104,8 +125,10 @@ impl Cuda {
             let module = unsafe { result::module::load_data(image.as_ptr() as *const c_void) };
             modules.push(module.map_err(|e| machine(format!("the driver cannot load the kernels of {file} on {name} ({e})")))?);
         }
-        let info = Info { name, sm, n_sms, clock_mhz, memory_clock_mhz, driver };
-        Ok(Cuda { info, device, stream, modules, graphs: RefCell::new(Vec::new()) })
+        let uuid = result::device::get_uuid(device)?.bytes.map(|b| format!("{:02x}", b as u8)).concat();
+        let uuid = format!("GPU-{}-{}-{}-{}-{}", &uuid[..8], &uuid[8..12], &uuid[12..16], &uuid[16..20], &uuid[20..]);
+        let info = Info { ordinal, bus_id: bus_id(device)?, uuid, name, sm, n_sms, clock_mhz, memory_clock_mhz, driver };
+        Ok(Cuda { info, device, context, peers: RefCell::default(), stream, modules, graphs: RefCell::new(Vec::new()) })
     }
 }
 
@@ -120,6 +143,9 @@ impl Drop for Cuda {
                 let _ = result::module::unload(module);
             }
             let _ = result::stream::destroy(self.stream);
+            for peer in self.peers.borrow_mut().drain(..) {
+                let _ = result::primary_ctx::release(peer);
+            }
             let _ = result::primary_ctx::release(self.device);
         }
     }
@@ -262,6 +288,44 @@ impl Driver for Cuda {
     fn destroy_event(&self, event: u64) {
         let _ = unsafe { result::event::destroy(event as sys::CUevent) };
     }
+
+    fn reach(&self, ordinal: usize) -> Result<()> {
+        if ordinal == self.info.ordinal {
+            return Ok(());
+        }
+        let peer = result::device::get(ordinal as i32)?;
+        let mut can = 0;
+        unsafe { sys::cuDeviceCanAccessPeer(&mut can, self.device, peer).result()? };
+        if can == 0 {
+            return Err(machine(format!(
+                "GPU {} ({}) cannot reach the memory of GPU {ordinal}: expected peer access, the driver refuses it; nvidia-smi topo -p2p rw shows why",
+                self.info.ordinal, self.info.bus_id
+            )));
+        }
+        self.peers.borrow_mut().push(peer);
+        // Sound: the peer's context is released in Drop.
+        let enabled = unsafe { sys::cuCtxEnablePeerAccess(result::primary_ctx::retain(peer)?, 0) };
+        match enabled {
+            sys::CUresult::CUDA_SUCCESS | sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
+            e => Err(machine(format!("GPU {} cannot reach the memory of GPU {ordinal}: {e:?}", self.info.ordinal))),
+        }
+    }
+
+    fn raw(&self) -> Option<Raw> {
+        Some(Raw { context: self.context as u64, stream: self.stream as u64 })
+    }
+}
+
+/// Makes the context of a driver's `raw` the current one of this thread, for a library's thread beside the rank's own.
+pub fn enter(raw: Raw) -> Result<()> {
+    // Sound: the context lives as long as the Cuda that gave it out.
+    Ok(unsafe { result::ctx::set_current(raw.context as sys::CUcontext) }?)
+}
+
+/// Waits for the stream of a driver's `raw`, from a thread that has entered.
+pub fn wait(raw: Raw) -> Result<()> {
+    // Sound: as in enter.
+    Ok(unsafe { result::stream::synchronize(raw.stream as sys::CUstream) }?)
 }
 
 #[cfg(test)]

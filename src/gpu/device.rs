@@ -35,10 +35,26 @@ pub trait Driver {
     fn wait_event(&self, event: u64) -> Result<()>;
     fn elapsed_ms(&self, from: u64, to: u64) -> Result<f32>;
     fn destroy_event(&self, event: u64);
+    /// Makes the memory of GPU `ordinal` of this process readable and writable for this GPU's kernels.
+    fn reach(&self, ordinal: usize) -> Result<()>;
+    /// The driver's own handles, for libraries that queue work themselves; None where there are none.
+    fn raw(&self) -> Option<Raw>;
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Raw {
+    pub context: u64,
+    pub stream: u64,
 }
 
 #[derive(Clone, Debug)]
 pub struct Info {
+    /// Number of the GPU in this process.
+    pub ordinal: usize,
+    /// PCI address, as in sysfs (0000:17:00.0).
+    pub bus_id: String,
+    /// GPU-xxxxxxxx-..., as nvidia-smi prints it.
+    pub uuid: String,
     pub name: String,
     /// Compute capability, 90 for 9.0.
     pub sm: u32,
@@ -160,6 +176,14 @@ impl Gpu {
         self.driver.synchronize()
     }
 
+    pub fn reach(&self, ordinal: usize) -> Result<()> {
+        self.driver.reach(ordinal)
+    }
+
+    pub fn raw(&self) -> Option<Raw> {
+        self.driver.raw()
+    }
+
     pub fn event(&self) -> Result<Event> {
         Ok(Event { driver: self.driver.clone(), handle: self.driver.create_event()? })
     }
@@ -228,6 +252,13 @@ impl<T: bytemuck::AnyBitPattern> Pinned<T> {
         assert!(i < self.n);
         // Sound: in bounds, and every bit pattern is a T.
         unsafe { std::ptr::read_volatile(self.start.add(i)) }
+    }
+
+    /// Writes what the GPU may be reading.
+    pub fn write(&self, i: usize, value: T) {
+        assert!(i < self.n);
+        // Sound: in bounds.
+        unsafe { std::ptr::write_volatile(self.start.add(i), value) }
     }
 
     /// What the host wrote.

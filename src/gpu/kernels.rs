@@ -3,16 +3,20 @@
 //! One Step is one launch in a verify pass: who writes a row that will be normalised also writes it times the norm weight and its sums of
 //! squares (`norms` finds out for whom), so that a linear layer waits for nothing but its input. A prefill pass normalises in a kernel of
 //! its own and rotates queries before attention; its bits are the same.
+use super::comm::{AllReduce, Exchange, Link};
 use super::device::{Gpu, Kernel, Launch, Memory, Params};
 use super::params::*;
 use crate::decode::draft_ngram::{MAX_NGRAM, MIN_NGRAM};
 use crate::decode::MAX_DRAFTS;
 use crate::model::config::Rope;
-use crate::model::plan::{Attention, BufferId, BufferKind, Epilogue, Linear, Owner, Pass, Plan, Step, Tokens, FEATURE_ROWS, MAX_WIDTH};
+use crate::model::plan::{
+    Attention, BufferId, BufferKind, Epilogue, Linear, Owner, Pass, Plan, Step, Tap, Tokens, FEATURE_ROWS, MAX_WIDTH,
+};
 use crate::model::weights::{Role, WeightId};
 use crate::state_offset;
 use anyhow::{bail, ensure, Context, Result};
 use bytemuck::Zeroable;
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Every kernel, resolved at start.
@@ -33,6 +37,7 @@ pub struct Kernels {
     sample_adjust: Kernel,
     sample_count: Kernel,
     sample_choose: Kernel,
+    sample_narrow: Kernel,
     sample_settle: Kernel,
     sample_accept: Kernel,
     prefill_advance: Kernel,
@@ -98,6 +103,7 @@ impl Kernels {
             sample_adjust: k("sample_adjust")?,
             sample_count: k("sample_count")?,
             sample_choose: k("sample_choose")?,
+            sample_narrow: k("sample_narrow")?,
             sample_settle: k("sample_settle")?,
             sample_accept: k("sample_accept")?,
             prefill_advance: k("prefill_advance")?,
@@ -143,7 +149,12 @@ impl Matrix {
     }
 
     pub(super) fn part_bytes(&self, part: &Part) -> usize {
-        self.n_tiles * part.k.div_ceil(32) * 1024
+        self.n_tiles * Matrix::tile_bytes(part.k)
+    }
+
+    /// A tile of 16 rows.
+    pub(super) fn tile_bytes(k: usize) -> usize {
+        k.div_ceil(32) * 1024
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -259,7 +270,7 @@ pub fn norms(plan: &Plan) -> Norms {
     let mut writer: BTreeMap<BufferId, usize> = BTreeMap::new();
     for (i, step) in plan.steps.iter().enumerate() {
         match step {
-            Step::Embed { out, .. } => {
+            Step::Embed { out, .. } | Step::AllReduce { x: out, .. } => {
                 writer.insert(*out, i);
             }
             Step::Linear(l) => {
@@ -279,7 +290,7 @@ pub fn norms(plan: &Plan) -> Norms {
                     Epilogue::SiluMul { .. } | Epilogue::Partial { .. } | Epilogue::Logits { .. } => {}
                 }
             }
-            Step::AllReduce { x: out, .. } | Step::Norm { out, .. } | Step::Select { out, .. } => {
+            Step::Norm { out, .. } | Step::Select { out, .. } => {
                 writer.remove(out);
             }
             Step::Attention(_) | Step::Accept { .. } | Step::DraftToken { .. } => {}
@@ -295,12 +306,15 @@ pub fn norms(plan: &Plan) -> Norms {
     norms
 }
 
-/// What a request asks of the sampling kernels. Both give the same token where both apply; greedy is three kernels shorter.
+/// What a request asks of the sampling kernels. Each gives the same token as those below where it applies, in fewer kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Choice {
     /// Temperature 0 and nothing that changes logits: the head's own maxima decide.
     Greedy,
+    /// On one rank everything else; on several, what needs no cut of top-k or top-p.
     Sampled,
+    /// Several ranks only: the exchanges that find a cut.
+    Filtered,
 }
 
 /// Blocks of a skinny linear kernel: as many as stay on the GPU at once, fewer where there is less to do.
@@ -315,6 +329,10 @@ pub struct Launcher<'a> {
     pub arena: &'a Arena,
     pub plan: &'a Plan,
     pub norms: &'a Norms,
+    /// To the other ranks, if there are any.
+    pub link: Option<&'a Link>,
+    /// The launch before was a collective whose successor must not start early.
+    pub full_edge: Cell<bool>,
     /// KV chunks that the pass covers: its positions are below the end of the last.
     pub chunks: usize,
     pub choice: Choice,
@@ -416,7 +434,7 @@ impl Launcher<'_> {
             Step::Embed { table, tokens, out, dim } => self.embed(i, *table, *tokens, *out, *dim),
             Step::Linear(linear) => self.linear(i, linear),
             Step::Attention(attention) => self.attention(attention),
-            Step::Accept { logits, vocab } => self.accept(*logits, *vocab),
+            Step::Accept { logits, vocab, first_id } => self.accept(*logits, *vocab, *first_id),
             Step::Select { x, out, dim } => {
                 let params = CopyParams {
                     from: self.arena.buffer(self.plan, *x),
@@ -431,8 +449,8 @@ impl Launcher<'_> {
                 self.launch(&self.kernels.copy_rows, (1, 1, 1), 128, 0, &params)
             }
             Step::DraftToken { logits, vocab, draft } => self.draft_token(*logits, *vocab, *draft),
+            Step::AllReduce { partial, x, dim, bias, tap } => self.all_reduce(i, *partial, *x, *dim, *bias, *tap),
             Step::Norm { x, column, weight, out, dim } => self.norm(*x, *column, *weight, *out, *dim),
-            Step::AllReduce { .. } => bail!("no kernel for it yet"),
             Step::LatentQuery(_)
             | Step::LatentAttend(_)
             | Step::LatentValue(_)
@@ -468,7 +486,45 @@ impl Launcher<'_> {
 
     fn launch<P: Params>(&self, kernel: &Kernel, grid: (usize, usize, usize), block: u32, shared: u32, params: &P) -> Result<()> {
         let grid = (grid.0 as u32, grid.1 as u32, grid.2 as u32);
-        self.gpu.launch(kernel, Launch { grid, block, shared, early: true }, params)
+        self.gpu.launch(kernel, Launch { grid, block, shared, early: !self.full_edge.take() }, params)
+    }
+
+    fn link(&self) -> Result<&Link> {
+        self.link.context("a plan of several ranks without a link between them")
+    }
+
+    /// `words` a row from byte `at` of the sampling scratch become the maximum or the sum of all ranks' words, if a row's flag at `flags` is set.
+    fn exchange(&self, step: &str, flags: usize, at: usize, words: usize, op: Exchange) -> Result<()> {
+        let (link, scratch) = (self.link()?, &self.arena.sample_scratch);
+        link.exchange_if((scratch.at(flags), self.rows()), step, scratch.at(at), self.rows() * words, op)?;
+        self.full_edge.set(link.shared);
+        Ok(())
+    }
+
+    fn all_reduce(&self, step: usize, partial: BufferId, x: BufferId, dim: usize, bias: Option<WeightId>, tap: Option<Tap>) -> Result<()> {
+        let (plan, arena, link) = (self.plan, self.arena, self.link()?);
+        let rows = self.rows_of(x);
+        let (next_norm, normed, squares) = self.prepared(step, x);
+        let mut sum = AllReduce {
+            partial: arena.buffer(plan, partial),
+            x: arena.buffer(plan, x),
+            bias: bias.map_or(0, |id| arena.vectors[&id]),
+            next_norm,
+            normed,
+            squares,
+            n_rows: self.n_rows(rows)?,
+            rows,
+            dim,
+            ..AllReduce::default()
+        };
+        if let Some(tap) = tap {
+            sum.tap = arena.buffer(plan, tap.out) + 2 * tap.column as u64;
+            sum.tap_stride = plan.buffer(tap.out).dim;
+        }
+        // In errors it is the layer whose sum is waited for.
+        link.all_reduce_norm(&plan.steps[step - 1].name(), &sum)?;
+        self.full_edge.set(link.shared);
+        Ok(())
     }
 
     /// Passes of many rows have kernels of their own.
@@ -673,8 +729,8 @@ impl Launcher<'_> {
         self.launch(&kernel.2, (self.chunks, a.n_kv_heads, (rows * group).div_ceil(columns)), 256, 0, &params)
     }
 
-    fn accept(&self, logits: BufferId, vocab: usize) -> Result<()> {
-        let arena = self.arena;
+    fn accept(&self, logits: BufferId, vocab: usize, first_id: usize) -> Result<()> {
+        let (arena, columns) = (self.arena, self.plan.buffer(logits).dim);
         let head = &arena.matrices[&WeightId::new(Role::Head, None)];
         let params = SampleParams {
             logits: arena.buffer(self.plan, logits),
@@ -688,20 +744,52 @@ impl Launcher<'_> {
             ring: arena.ring,
             max_value: arena.max_value.at(0),
             max_id: arena.max_id.at(0),
-            vocab: vocab as i32,
-            stride: self.plan.buffer(logits).dim as i32,
+            vocab: columns as i32,
+            stride: columns as i32,
             n_max: self.blocks(head.n_tiles) as i32,
             width: self.rows() as i32,
+            first_id: first_id as i32,
+            n_tokens: vocab as i32,
+            ranks: self.plan.ranks.count as i32,
+            round: SAMPLE_ROUNDS as i32,
         };
         let k = self.kernels;
-        if self.choice == Choice::Sampled {
-            let wide = (vocab.div_ceil(SAMPLE_SLICE).max(2 * self.gpu.info().n_sms / self.rows()), self.rows(), 1);
+        let (row, wide) =
+            ((1, self.rows(), 1), (columns.div_ceil(SAMPLE_SLICE).max(2 * self.gpu.info().n_sms / self.rows()), self.rows(), 1));
+        if self.plan.ranks.count > 1 {
+            self.choose_with_ranks(&params, wide)?;
+        } else if self.choice != Choice::Greedy {
             for kernel in [&k.sample_adjust, &k.sample_count, &k.sample_choose] {
                 self.launch(kernel, wide, 256, 0, &params)?;
             }
-            self.launch(&k.sample_settle, (1, self.rows(), 1), 256, 0, &params)?;
+            self.launch(&k.sample_settle, row, 256, 0, &params)?;
         }
         self.launch(&k.sample_accept, (1, 1, 1), 256, 0, &params)
+    }
+
+    /// The chain of kernels/sample.cu for several ranks, up to the choice that all of them have.
+    fn choose_with_ranks(&self, params: &SampleParams, wide: (usize, usize, usize)) -> Result<()> {
+        let (k, row) = (self.kernels, (1, self.rows(), 1));
+        // Without options that change logits the head's maxima are all there is to look at.
+        let adjust = if self.choice == Choice::Greedy { row } else { wide };
+        self.launch(&k.sample_adjust, adjust, 256, 0, params)?;
+        self.exchange("the largest logit", SAMPLE_IN_USE_AT, SAMPLE_BEST_AT, 1, Exchange::Max)?;
+        if self.choice == Choice::Greedy {
+            return Ok(());
+        }
+        if self.choice == Choice::Filtered {
+            self.launch(&k.sample_count, wide, 256, 0, params)?;
+            self.exchange("the bins of top-k and top-p", SAMPLE_IN_USE_AT, SAMPLE_BINS_AT, SAMPLE_BIN_WORDS, Exchange::Sum)?;
+        }
+        self.launch(&k.sample_choose, wide, 256, 0, params)?;
+        if self.choice == Choice::Filtered {
+            for round in 0..SAMPLE_ROUNDS {
+                self.launch(&k.sample_narrow, row, 256, 0, &SampleParams { round: round as i32, ..*params })?;
+                self.exchange("the cuts of top-k and top-p", SAMPLE_OPEN_AT, SAMPLE_DIGITS_AT, SAMPLE_DIGIT_WORDS, Exchange::Sum)?;
+            }
+            self.launch(&k.sample_settle, row, 256, 0, params)?;
+        }
+        self.exchange("the choice", SAMPLE_IN_USE_AT, SAMPLE_CHOSEN_AT, 1, Exchange::Max)
     }
 
     fn draft_token(&self, logits: BufferId, vocab: usize, draft: usize) -> Result<()> {

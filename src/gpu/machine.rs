@@ -1,25 +1,27 @@
-//! The CUDA backend: everything allocated and captured at start, then one graph replay per pass.
+//! The CUDA backend: everything allocated and captured at start, then one graph replay per pass. Of several ranks each is a Machine, with a Link to
+//! the others; all get the same calls in the same order (ranks.rs), hold the same State, and choose the same tokens.
 //!
 //! The sequence lives in device memory (params.rs, State); the host queues passes and reads their records from a ring in pinned memory. What
 //! a pass launches is kernels.rs; weights come from weights.rs.
+use super::comm::Link;
 use super::device::{Gpu, Graph, Pinned};
 use super::kernels::{
     attention_partial_floats, element_bytes, linear_blocks, norms, Arena, Cache, Choice, DraftArena, Kernels, Launcher, Norms,
 };
 use super::params::*;
-use super::weights::{Layout, Source};
+use super::weights::{Alias, Layout, Source};
 use crate::decode::policy::Costs;
 use crate::decode::{Backend, Counters, End, Limits, Record, Sampling, StepTime, MAX_DRAFTS};
 use crate::error::{internal, machine};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
-use crate::model::plan::{
-    self, BufferId, BufferKind, Epilogue, Linear, Mixture, Owner, Pass, Plan, Ranks, Step, Storage, FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS,
-};
+use crate::model::plan::{self, BufferId, BufferKind, Epilogue, Linear, Mixture, Owner, Pass, Plan, Ranks, Shard, Step};
+use crate::model::plan::{Storage, FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS};
 use crate::model::weights::{Role, Weight, WeightId};
 use anyhow::{bail, Context, Result};
 use bytemuck::Zeroable;
 use half::bf16;
+use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
@@ -38,6 +40,7 @@ const STATE_BYTES: usize = std::mem::size_of::<State>();
 /// A pass that gives no record for this long has hung.
 const PATIENCE: Duration = Duration::from_secs(20);
 
+#[derive(Clone)]
 pub struct Options {
     pub context: usize,
     pub drafter: Option<DraftModel>,
@@ -61,6 +64,8 @@ pub struct Machine {
     ring: Pinned<u64>,
     staging: Pinned<u8>,
     row_counts: Pinned<i32>,
+    ranks: Ranks,
+    link: Option<Link>,
     gpu: Gpu,
     /// Context buckets in KV chunks, ascending; the last covers the capacity.
     buckets: Vec<usize>,
@@ -91,7 +96,20 @@ pub struct StartTimings {
 }
 
 impl Machine {
-    pub fn new(gpu: Gpu, config: Config, source: Source, mut options: Options, progress: &mut dyn FnMut(usize, usize)) -> Result<Machine> {
+    /// One rank.
+    pub fn new(gpu: Gpu, config: Config, source: Source, options: Options, progress: &mut dyn FnMut(usize, usize)) -> Result<Machine> {
+        Machine::of_rank(gpu, None, config, source, options, progress)
+    }
+
+    /// One of several ranks: as many threads build theirs at the same time.
+    pub fn of_rank(
+        gpu: Gpu,
+        link: Option<Link>,
+        config: Config,
+        source: Source,
+        mut options: Options,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Machine> {
         let unsupported = [
             (config.latent.is_some(), "latent attention"),
             (config.experts.is_some(), "experts"),
@@ -100,7 +118,7 @@ impl Machine {
         if let Some((_, what)) = unsupported.iter().find(|(has, _)| *has) {
             bail!("{}: the GPU backend has no kernels for {what} yet; use --device cpu", config.arch);
         }
-        let ranks = Ranks::ONE;
+        let ranks = link.as_ref().map_or(Ranks::ONE, |link| Ranks { rank: link.rank, count: link.ranks() });
         let drafter = options.drafter.take();
         let taps = drafter.as_ref().map_or(&[][..], |d| &d.shape.taps);
         let passes = WIDTHS.map(|width| Pass::Verify { width }).into_iter().chain(PREFILL_ROWS.map(|rows| Pass::Prefill { rows }));
@@ -112,7 +130,7 @@ impl Machine {
             let prefill = PREFILL_ROWS.map(|rows| Pass::DraftPrefill { rows });
             let draft = (1..=MAX_DRAFTS).map(|drafts| Pass::Draft { width: MAX_DRAFTS + 1, drafts });
             for pass in prefill.into_iter().chain(draft) {
-                plans.insert(pass, plan::drafter(&d.shape, pass, ranks)?);
+                plans.insert(pass, plan::drafter(&d.shape, pass, Ranks::ONE)?); // whole on every rank
             }
             if d.shape.head_dim != 64 && d.shape.head_dim != 128 {
                 let (name, dim) = (&d.name, d.shape.head_dim);
@@ -124,6 +142,13 @@ impl Machine {
         if config.head_dim != 64 && config.head_dim != 128 {
             bail!("head_dim {}: the GPU backend has attention kernels for 64 and 128; use --device cpu", config.head_dim);
         }
+        if config.mlp_bias {
+            bail!("mlp_bias: the GPU backend has no bias for gate and up; use --device cpu");
+        }
+        let shard = Shard::of(&config, ranks)?;
+        if shard.ffn_dim % 8 != 0 {
+            bail!("intermediate_size of {} over {} ranks: the GPU backend needs a multiple of 8 on each", config.ffn_dim, ranks.count);
+        }
         let capacity = (options.context + 2 * MAX_WIDTH).next_multiple_of(1024);
         let kv = plans[&Pass::Verify { width: 1 }].0.kv;
         let kv_bytes = kv.n_layers * kv.n_kv_heads * kv.head_dim * capacity * 2;
@@ -131,7 +156,7 @@ impl Machine {
         let draft_plan = plans.get(&Pass::Draft { width: MAX_DRAFTS + 1, drafts: MAX_DRAFTS }).map(|(plan, _)| plan);
         let draft_kv_bytes = draft_plan.map_or(0, |p| p.kv.n_layers * p.kv.n_kv_heads * p.kv.head_dim * capacity * 2);
         let laid_out: Vec<&Plan> = std::iter::once(verify).chain(draft_plan).collect();
-        let layout = Layout::of(&laid_out, config.vocab, aliases(&config, &source, drafter.as_ref()));
+        let layout = Layout::of(&laid_out, config.vocab, aliases(&config, &source, drafter.as_ref(), ranks)?);
 
         let rows = PREFILL_ROWS[PREFILL_ROWS.len() - 1];
         let mut buffer_bytes: BTreeMap<&'static str, usize> = BTreeMap::new();
@@ -153,7 +178,7 @@ impl Machine {
         }
         let normed_bytes: usize = normed_dims.values().map(|dim| rows * (2 * dim + dim / 4)).sum();
         let chunks = attention_chunks(capacity);
-        let mut attentions = vec![(config.n_heads, config.n_kv_heads, config.head_dim)];
+        let mut attentions = vec![(shard.n_heads, shard.n_kv_heads, config.head_dim)];
         attentions.extend(drafter.as_ref().map(|d| (d.shape.n_heads, d.shape.n_kv_heads, d.shape.head_dim)));
         let partials =
             attentions.iter().flat_map(|&(heads, kv, dim)| WIDTHS.map(|w| 4 * attention_partial_floats(w, heads, kv, dim, chunks)));
@@ -165,8 +190,11 @@ impl Machine {
             + SAMPLE_SCRATCH_BYTES
             + config.vocab * (MAX_WIDTH * 8 + 8)
             + 4 * capacity;
-        let needed = layout.bytes() + 2 * kv_bytes + other + (128 << 20);
+        // Ranks that share a GPU look before any of them takes memory.
+        let sharing = link.as_ref().map_or(1, Link::sharing);
+        let needed = sharing * (layout.bytes() + 2 * kv_bytes + other + (128 << 20));
         let (free, total) = gpu.memory()?;
+        link.iter().try_for_each(Link::barrier)?;
         if needed > free {
             let gb = |n: usize| n as f64 / 1e9;
             return Err(machine(format!(
@@ -178,7 +206,7 @@ impl Machine {
 
         let kernels = Kernels::load(&gpu)?;
         let start = Instant::now();
-        let placed = layout.place(&gpu, &kernels, &source, drafter.as_ref().map(|d| &d.weights), progress)?;
+        let placed = layout.place(&gpu, &kernels, &source, drafter.as_ref().map(|d| &d.weights), ranks, progress)?;
         timings.weights_ms = start.elapsed().as_secs_f64() * 1e3;
         let mut buffers = BTreeMap::new();
         for (name, bytes) in buffer_bytes {
@@ -220,7 +248,7 @@ impl Machine {
             state: gpu.allocate(std::mem::size_of::<State>())?,
             options: gpu.allocate(std::mem::size_of::<SamplingParams>())?,
             sample_scratch: gpu.allocate(SAMPLE_SCRATCH_BYTES)?,
-            sample_list: gpu.allocate(MAX_WIDTH * config.vocab * 8)?,
+            sample_list: gpu.allocate(MAX_WIDTH * shard.vocab * 8)?,
             max_value: gpu.allocate(4 * MAX_WIDTH * linear_blocks(usize::MAX, gpu.info().n_sms))?,
             max_id: gpu.allocate(4 * MAX_WIDTH * linear_blocks(usize::MAX, gpu.info().n_sms))?,
             counts: gpu.allocate(4 * config.vocab)?,
@@ -240,6 +268,8 @@ impl Machine {
             ring,
             staging: gpu.pinned((4 * capacity).max(4 * config.vocab).max(1024))?,
             row_counts: gpu.pinned(4)?,
+            ranks,
+            link,
             gpu,
             config,
             buckets,
@@ -252,25 +282,54 @@ impl Machine {
             counters: Counters::default(),
             timings,
         };
-        machine.capture(&options)?;
+        machine.capture(&options).context("capture")?;
         Ok(machine)
+    }
+
+    /// The kinds of choice that verify passes have graphs for.
+    fn choices(&self) -> &'static [Choice] {
+        match self.ranks.count {
+            1 => &[Choice::Greedy, Choice::Sampled],
+            _ => &[Choice::Greedy, Choice::Sampled, Choice::Filtered],
+        }
+    }
+
+    /// Waits for the other ranks. A rank that allocates, as captures do, may have to wait for kernels of its GPU, and a collective waits for all
+    /// ranks: where one allocates, nothing runs.
+    fn meet(&self) -> Result<()> {
+        self.check_link()?;
+        self.link.iter().try_for_each(Link::barrier)
+    }
+
+    /// A collective that waited in vain went on with what was there: nothing after it counts.
+    fn check_link(&self) -> Result<()> {
+        self.link.iter().try_for_each(Link::check)
+    }
+
+    /// Waits for all that was queued.
+    fn settle(&self) -> Result<()> {
+        self.gpu.synchronize()?;
+        self.check_link()
     }
 
     /// Every graph, after one eager run of every pass: first launches load code and must not fall into a capture.
     fn capture(&mut self, options: &Options) -> Result<()> {
         let start = Instant::now();
+        let choices = self.choices();
+        self.meet()?;
         self.set_state(&State { done: 1, rows: 1, ..State::zeroed() })?;
         let last = *self.buckets.last().expect("never empty");
         let passes: Vec<Pass> = self.plans.keys().copied().collect();
         for &pass in &passes {
-            self.launcher(pass, last, Choice::Sampled).run()?;
+            self.launcher(pass, last, *choices.last().expect("never empty")).run()?;
             self.passes += has_record(pass) as u32;
         }
-        self.gpu.synchronize()?;
+        self.settle()?;
+        self.meet()?;
         for pass in passes {
             // Only decode attention has a grid that depends on the context.
             let decode = self.plans[&pass].0.rows() <= MAX_WIDTH;
-            let choices: &[Choice] = if let Pass::Verify { .. } = pass { &[Choice::Greedy, Choice::Sampled] } else { &[Choice::Greedy] };
+            let choices = if let Pass::Verify { .. } = pass { choices } else { &[Choice::Greedy] };
             let buckets = if decode { self.buckets.clone() } else { vec![last] };
             for (chunks, &choice) in buckets.into_iter().flat_map(|b| choices.iter().map(move |c| (b, c))) {
                 let launcher = self.launcher(pass, chunks, choice);
@@ -292,6 +351,7 @@ impl Machine {
                 self.graphs.insert((pass, chunks, choice), graph);
             }
         }
+        self.meet()?;
         self.timings.capture_ms = start.elapsed().as_secs_f64() * 1e3;
         self.timings.n_graphs = self.graphs.len();
         Ok(())
@@ -301,7 +361,19 @@ impl Machine {
         let (plan, norms) = &self.plans[&pass];
         // A pass that catches up in the middle of decoding leaves a row for the extend; one behind a prompt chunk does not.
         let behind = (pass == CATCH_UP) as usize;
-        Launcher { gpu: &self.gpu, kernels: &self.kernels, arena: &self.arena, plan, norms, chunks, choice, ngram: self.ngram, behind }
+        Launcher {
+            gpu: &self.gpu,
+            kernels: &self.kernels,
+            arena: &self.arena,
+            plan,
+            norms,
+            link: self.link.as_ref(),
+            full_edge: Cell::new(false),
+            chunks,
+            choice,
+            ngram: self.ngram,
+            behind,
+        }
     }
 
     /// The context bucket of a pass that ends at position `end`; only decode attention has one.
@@ -338,7 +410,7 @@ impl Machine {
             self.gpu.record(&end)?;
             events.push((start, end));
         }
-        self.gpu.synchronize()?;
+        self.settle()?;
         events[2..].iter().map(|(start, end)| Ok(start.ms_until(end)? as f64)).collect()
     }
 
@@ -380,7 +452,7 @@ impl Machine {
         let bytes: &[u8] = bytemuck::cast_slice(data);
         self.staging.slice_mut()[..bytes.len()].copy_from_slice(bytes);
         self.gpu.upload(&self.staging.slice_mut()[..bytes.len()], to)?;
-        self.gpu.synchronize()
+        self.settle()
     }
 
     /// Waits for word `word` of the record of pass `pass`.
@@ -393,6 +465,7 @@ impl Machine {
                 return Ok(value as u32);
             }
             let waited = start.elapsed();
+            self.check_link()?;
             if waited > PATIENCE {
                 self.gpu.synchronize()?;
                 return Err(machine(format!("{} gave no result of pass {pass} in {} s", self.gpu.info().name, PATIENCE.as_secs())));
@@ -417,7 +490,7 @@ impl Machine {
         } else {
             self.queue(pass, end)?;
         }
-        self.gpu.synchronize()
+        self.settle()
     }
 
     /// For checks: every step of a pass but `Accept`, one launch at a time, and its output shown to `observe`, as cpu::Reference::run does: the
@@ -485,7 +558,7 @@ impl Machine {
         for memory in [&self.arena.cache.keys, &self.arena.cache.values] {
             self.gpu.fill(memory.at(0), 0x41, memory.bytes())?;
         }
-        self.gpu.synchronize()
+        self.settle()
     }
 
     /// A greedy sequence without limits whose next pass has these rows.
@@ -508,9 +581,20 @@ impl Machine {
         self.set_state(&state)
     }
 
-    /// Logits of the first `rows` rows of the last verify pass, [rows, vocab]; waits for it.
+    /// For checks: logits of the first `rows` rows of the last verify pass, [rows, vocab], from all ranks; waits for it.
     pub fn logits(&self, rows: usize) -> Result<Vec<f32>> {
-        self.gpu.download(self.arena.buffers["logits"].at(0), rows * self.config.vocab)
+        let columns = Shard::of(&self.config, self.ranks)?.vocab;
+        let own: Vec<f32> = self.gpu.download(self.arena.buffers["logits"].at(0), rows * columns)?;
+        let Some(link) = &self.link else { return Ok(own) };
+        let ranks = link.all_gather(bytemuck::cast_slice(&own))?;
+        let mut all = Vec::with_capacity(rows * self.config.vocab);
+        for row in 0..rows {
+            for rank in &ranks {
+                let row_bytes = rank.len() / rows;
+                all.extend(rank[row * row_bytes..][..row_bytes].chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+            }
+        }
+        Ok(all)
     }
 
     /// Keys and values of positions `0 .. n` as stored, bf16 bits: keys [layer][kv head][n][head_dim], then values [layer][kv head][head_dim][n].
@@ -533,6 +617,19 @@ impl Machine {
         &self.config
     }
 
+    pub fn ranks(&self) -> Ranks {
+        self.ranks
+    }
+
+    pub fn link(&self) -> Option<&Link> {
+        self.link.as_ref()
+    }
+
+    /// Passes with a record so far: says in errors how far a rank has come.
+    pub fn passes(&self) -> u32 {
+        self.passes
+    }
+
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
     }
@@ -547,26 +644,27 @@ fn has_record(pass: Pass) -> bool {
     matches!(pass, Pass::Prefill { .. } | Pass::Verify { .. })
 }
 
-/// Weights that are another weight's tensor: they need no memory of their own.
-fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>) -> Vec<(WeightId, WeightId)> {
+/// Weights that are another weight's tensor, or rows of it: they need no memory of their own.
+fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>, ranks: Ranks) -> Result<Vec<Alias>> {
     let id = |role| WeightId::new(role, None);
     let mut aliases = Vec::new();
     if config.tied {
-        aliases.push((id(Role::Embed), id(Role::Head)));
+        aliases.push(Alias { id: id(Role::Head), of: id(Role::Embed), first_row: Shard::of(config, ranks)?.first_id });
     }
-    let embed = if config.tied { Role::Head } else { Role::Embed };
     if let (Some(drafter), Source::Random(_)) = (drafter, source) {
-        aliases.extend((drafter.shape.hidden == config.hidden).then(|| (id(Role::DraftEmbed), id(embed))));
+        let same = drafter.shape.hidden == config.hidden;
+        aliases.extend(same.then(|| Alias { id: id(Role::DraftEmbed), of: id(Role::Embed), first_row: 0 }));
     }
     if let (Some(drafter), Source::Checkpoint(target)) = (drafter, source) {
         let same_tensor = |a: Option<&Weight>, b: Option<&Weight>| a.zip(b).is_some_and(|(a, b)| a.parts[0].is(&b.parts[0]));
+        // The drafter is whole on every rank; of several ranks, none has the whole head.
+        let whole: &[Role] = if ranks.count == 1 && !config.tied { &[Role::Embed, Role::Head] } else { &[Role::Embed] };
         for role in [Role::DraftEmbed, Role::DraftHead] {
-            let own = drafter.weights.find(id(role));
-            let same = [Role::Head, Role::Embed].into_iter().find(|&r| same_tensor(target.find(id(r)), own));
-            aliases.extend(same.map(|r| (id(role), if config.tied { id(Role::Head) } else { id(r) })));
+            let same = whole.iter().find(|&&r| same_tensor(target.find(id(r)), drafter.weights.find(id(role))));
+            aliases.extend(same.map(|&r| Alias { id: id(role), of: id(r), first_row: 0 }));
         }
     }
-    aliases
+    Ok(aliases)
 }
 
 /// What a step writes; None for steps that choose tokens.
@@ -590,7 +688,7 @@ fn output(step: &Step) -> Option<BufferId> {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // Nothing may be running when memory goes; an error was reported where it happened.
+        // Nothing may be running when memory goes; an error was reported where it happened. Other ranks reach the link's memory only.
         let _ = self.gpu.synchronize();
     }
 }
@@ -613,7 +711,7 @@ impl Backend for Machine {
     }
 
     fn begin(&mut self, prompt: &[u32], keep: usize, sampling: &Sampling, limits: &Limits) -> Result<()> {
-        self.gpu.synchronize()?;
+        self.settle()?;
         // Rows that the drafter lacks are made from features that the next prefill overwrites.
         while self.arena.drafter.is_some() {
             let state = self.gpu.download::<State>(self.arena.state.at(0), 1)?[0];
@@ -670,7 +768,13 @@ impl Backend for Machine {
             || sampling.frequency_penalty != 0.0
             || sampling.min_tokens > 0
             || !sampling.logit_bias.is_empty();
-        self.choice = if sampling.temperature == 0.0 && !adjusts { Choice::Greedy } else { Choice::Sampled };
+        let filters =
+            sampling.temperature != 0.0 && (options.top_k > 0 && (options.top_k as usize) < self.config.vocab || sampling.top_p < 1.0);
+        self.choice = match self.choices() {
+            _ if sampling.temperature == 0.0 && !adjusts => Choice::Greedy,
+            [.., Choice::Filtered] if filters => Choice::Filtered,
+            _ => Choice::Sampled,
+        };
         self.queued.clear();
         Ok(())
     }
@@ -723,6 +827,7 @@ impl Backend for Machine {
         // The device takes a match as far as there is room; so does the engine.
         let ngram = if self.ngram && end.is_none() && self.word(pass, RECORD_MATCH)? > 0 { MAX_DRAFTS } else { 0 };
         self.length += n;
+        self.check_link()?;
         Ok(Record { accepted, drafted, ngram, tokens, end })
     }
 
@@ -740,7 +845,7 @@ impl Backend for Machine {
     }
 
     fn set_drafts(&mut self, drafts: &[u32]) -> Result<()> {
-        self.gpu.synchronize()?;
+        self.settle()?;
         let mut state = self.gpu.download::<State>(self.arena.state.at(0), 1)?[0];
         state.n_drafts = drafts.len() as i32;
         state.rows = 1 + drafts.len() as i32;
@@ -784,8 +889,11 @@ impl Backend for Machine {
         let pass = Pass::Verify { width: 1 };
         let launcher = self.launcher(pass, self.chunks(pass, depth + 1), Choice::Greedy);
         let median = |skip: Option<&str>| -> Result<f64> {
+            self.meet()?;
             let graph = self.gpu.capture(|| launcher.run_without(skip))?;
+            self.meet()?;
             let mut times = self.time_replays(&[&graph], RUNS)?;
+            self.meet()?; // before the graph goes
             times.sort_by(f64::total_cmp);
             Ok(times[RUNS / 2])
         };
@@ -806,7 +914,7 @@ impl Backend for Machine {
 
     fn truncate(&mut self, _n: usize) -> Result<()> {
         // The next `begin` writes the whole state; rows behind it are overwritten before they are read.
-        self.gpu.synchronize()
+        self.settle()
     }
 
     fn counters(&self) -> Counters {

@@ -28,9 +28,9 @@ params! {
         seed: u64, top_p: u64, temperature: f32, min_z: f32, top_k: i32, repetition_penalty: f32, presence_penalty: f32,
         frequency_penalty: f32, has_bias: i32, min_tokens: i32, max_tokens: i32, context: i32, n_eos: i32, pad: i32, eos: [i32; 16],
     }
-    SampleParams: 104 {
+    SampleParams: 120 {
         logits: u64, state: u64, options: u64, scratch: u64, list: u64, counts: u64, bias: u64, history: u64, ring: u64, max_value: u64,
-        max_id: u64, vocab: i32, stride: i32, n_max: i32, width: i32,
+        max_id: u64, vocab: i32, stride: i32, n_max: i32, width: i32, first_id: i32, n_tokens: i32, ranks: i32, round: i32,
     }
     AdvanceParams: 16 { state: u64, ring: u64 }
     /// Where the rows of a draft pass stand; device memory.
@@ -68,7 +68,55 @@ params! {
         qkv: u64, out: u64, k_cache: u64, v_cache: u64, q_norm: u64, k_norm: u64, inv_freq: u64, partials: u64, counters: u64, length: u64,
         rows: u64, n_heads: i32, n_kv_heads: i32, capacity: i32, max_rows: i32, scale: f32, rope_factor: f32, norm_eps: f32, pad: i32,
     }
+    /// What a rank waited for when it gave up; pinned host memory.
+    CommRecord: 32 { rank: i32, peer: i32, phase: i32, step: i32, epoch: u32, channel: u32, pad: [i32; 2] }
+    CommRanks: 104 {
+        window: [u64; 8], poison: u64, record: u64, rank: i32, ranks: i32, patience_us: u32, step: i32, fault: i32, fault_peer: i32,
+    }
+    AllReduceParams: 184 {
+        comm: CommRanks, partial: u64, x: u64, bias: u64, tap: u64, next_norm: u64, normed: u64, squares: u64, n_rows: u64, rows: i32,
+        dim: i32, tap_stride: i32, pad: i32,
+    }
+    ExchangeParams: 136 { comm: CommRanks, words: u64, wanted: u64, n: i32, op: i32, n_wanted: i32, pad: i32 }
+    PeerParams: 136 { comm: CommRanks, at: u64, n: u64, result: u64, seed: u32, rounds: i32 }
 }
+
+/// The number behind `NAME =` in kernels/comm_protocol.h.
+const fn protocol(name: &str) -> usize {
+    let (text, name) = (include_str!("../../kernels/comm_protocol.h").as_bytes(), name.as_bytes());
+    let mut start = 0; // of a line
+    loop {
+        let mut i = 0;
+        while i < name.len() && text[start + i] == name[i] {
+            i += 1;
+        }
+        if i == name.len() && text[start + i] == b' ' {
+            let (mut at, mut value) = (start + i + 3, 0); // behind " = "
+            while text[at] >= b'0' && text[at] <= b'9' {
+                value = 10 * value + (text[at] - b'0') as usize;
+                at += 1;
+            }
+            return value;
+        }
+        while text[start] != b'\n' {
+            start += 1; // past the end of the text: no such name, and no program
+        }
+        start += 1;
+    }
+}
+
+macro_rules! protocol_constants {
+    ($($name:ident)*) => { $(pub const $name: usize = protocol(stringify!($name));)* };
+}
+
+protocol_constants! {
+    COMM_MAX_RANKS COMM_CHANNELS COMM_BUFFERS COMM_SLOT_BYTES COMM_LINE_BYTES COMM_AFTER_WRAP COMM_CHANNEL_BYTES COMM_WINDOW_BYTES
+    COMM_POISON_TIMEOUT COMM_POISON_HOST COMM_PHASE_PUSH COMM_PHASE_REDUCE COMM_PHASE_GATHER COMM_PHASE_FLAG COMM_PHASE_WORDS
+    COMM_PHASE_PING
+}
+
+pub const EXCHANGE_MAX: i32 = 0;
+pub const EXCHANGE_SUM: i32 = 1;
 
 pub const EPILOGUE_STORE: i32 = 0;
 pub const EPILOGUE_RESIDUAL: i32 = 1;
@@ -99,7 +147,19 @@ pub const RECORD_TOKENS: usize = 8;
 /// Logits of a row that one block of the sampling kernels handles.
 pub const SAMPLE_SLICE: usize = 4032;
 /// sizeof(SampleScratch)
-pub const SAMPLE_SCRATCH_BYTES: usize = 16 * (8 + 8 + 4) + 16 * 80 + 16 * 1024 * 12;
+pub const SAMPLE_SCRATCH_BYTES: usize = SAMPLE_DIGITS_AT + 16 * SAMPLE_DIGIT_WORDS * 8 + 16 * 48;
+/// Where ranks exchange what they found, in bytes from its start: one word a row, so many words a row.
+pub const SAMPLE_BEST_AT: usize = 0;
+pub const SAMPLE_CHOSEN_AT: usize = 16 * 8;
+/// Flags of rows: what is exchanged for rows without is not worth a wait.
+pub const SAMPLE_IN_USE_AT: usize = 16 * (8 + 8 + 4);
+pub const SAMPLE_OPEN_AT: usize = SAMPLE_IN_USE_AT + 16 * 4;
+pub const SAMPLE_BINS_AT: usize = SAMPLE_OPEN_AT + 16 * 4 + 16 * 80;
+pub const SAMPLE_BIN_WORDS: usize = 1024 * 12 / 8;
+pub const SAMPLE_DIGITS_AT: usize = SAMPLE_BINS_AT + 16 * SAMPLE_BIN_WORDS * 8;
+pub const SAMPLE_DIGIT_WORDS: usize = 256 * 12 / 8;
+/// sample_narrow of a pass with filters on several ranks.
+pub const SAMPLE_ROUNDS: usize = 14;
 /// Bit of a token's count that says it is in the prompt.
 pub const IN_PROMPT: u32 = 1 << 31;
 

@@ -2,7 +2,7 @@
 //!
 //! For tests: the whole engine, its memory, graphs and launches, on a machine without a GPU. Device memory is host memory; a graph is the
 //! list of its launches. Fresh memory is filled with NaN, so that reading what nobody wrote shows.
-use super::device::{Driver, Info, Launch};
+use super::device::{Driver, Info, Launch, Raw};
 use crate::error::machine;
 use anyhow::{bail, ensure, Context, Result};
 use std::cell::RefCell;
@@ -41,7 +41,17 @@ impl Shim {
         // Sound: our own library; its constructors only fill a table of kernels.
         let library = unsafe { libloading::Library::new(library) }
             .map_err(|e| machine(format!("{}: {e}; scripts/shim.sh makes it", library.display())))?;
-        let info = Info { name: "CPU shim".into(), sm: 90, n_sms: 4, clock_mhz: 0, memory_clock_mhz: 0, driver: 0 };
+        let info = Info {
+            ordinal: 0,
+            bus_id: "shim".into(),
+            uuid: "GPU-shim".into(),
+            name: "CPU shim".into(),
+            sm: 90,
+            n_sms: 4,
+            clock_mhz: 0,
+            memory_clock_mhz: 0,
+            driver: 0,
+        };
         Ok(Shim { info, library, state: RefCell::new(State::default()) })
     }
 
@@ -181,4 +191,12 @@ impl Driver for Shim {
     }
 
     fn destroy_event(&self, _event: u64) {}
+
+    fn reach(&self, _ordinal: usize) -> Result<()> {
+        Ok(()) // all of it is this process's memory
+    }
+
+    fn raw(&self) -> Option<Raw> {
+        None
+    }
 }

@@ -1,11 +1,12 @@
 //! Weights into GPU memory: read into page-locked buffers while the one before is copied, and re-tiled on the GPU into the order in which
-//! mma.sync wants them (kernels/common.cuh). The plan says which matrices there are and how their columns are divided.
+//! mma.sync wants them (kernels/common.cuh). The plan says which matrices there are and how their columns are divided, `Weight::part_of_rank`
+//! which rows and columns are this rank's: no others are read.
 use super::device::{Event, Gpu, Launch, Memory, Pinned};
 use super::kernels::{Kernels, Matrix};
 use super::params::{FillParams, RepackParams, ROWS_GATE, ROWS_PLAIN, ROWS_UP};
 use crate::model::checkpoint::{Dtype, Tensor};
-use crate::model::plan::{Epilogue, Plan, Step};
-use crate::model::weights::{Role, Weight, WeightId, Weights};
+use crate::model::plan::{Epilogue, Plan, Ranks, Step};
+use crate::model::weights::{Role, Slice, Weight, WeightId, Weights};
 use anyhow::{bail, Result};
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -15,13 +16,20 @@ use std::collections::BTreeMap;
 pub struct Layout {
     matrices: BTreeMap<WeightId, Matrix>,
     vectors: BTreeMap<WeightId, usize>, // numbers
-    /// Weights that are another's tensor: a tied head, a drafter that shares its target's embedding. (this one, that one)
-    aliases: Vec<(WeightId, WeightId)>,
+    aliases: Vec<Alias>,
+}
+
+/// A weight that is rows of another: a tied head, a drafter that shares its target's embedding. It needs no memory of its own.
+pub struct Alias {
+    pub id: WeightId,
+    pub of: WeightId,
+    /// A multiple of 16: the first row of a tile.
+    pub first_row: usize,
 }
 
 impl Layout {
     /// `vocab` is the rows of embedding tables.
-    pub fn of(plans: &[&Plan], vocab: usize, aliases: Vec<(WeightId, WeightId)>) -> Layout {
+    pub fn of(plans: &[&Plan], vocab: usize, aliases: Vec<Alias>) -> Layout {
         let mut layout = Layout { matrices: BTreeMap::new(), vectors: BTreeMap::new(), aliases };
         for step in plans.iter().flat_map(|p| &p.steps) {
             match step {
@@ -48,17 +56,21 @@ impl Layout {
                 | Step::Router(_)
                 | Step::ExpertsUp(_)
                 | Step::ExpertsDown(_) => {}
-                Step::AllReduce { .. } | Step::Select { .. } | Step::Accept { .. } | Step::DraftToken { .. } => {}
+                Step::AllReduce { bias, dim, .. } => layout.vectors.extend(bias.map(|id| (id, *dim))),
+                Step::Select { .. } | Step::Accept { .. } | Step::DraftToken { .. } => {}
             }
         }
-        let aliases = &layout.aliases;
-        layout.matrices.retain(|id, _| !aliases.iter().any(|(alias, _)| alias == id));
         layout
+    }
+
+    /// The matrices that take memory.
+    fn owned(&self) -> impl Iterator<Item = (&WeightId, &Matrix)> {
+        self.matrices.iter().filter(|(id, _)| !self.aliases.iter().any(|alias| alias.id == **id))
     }
 
     /// Bytes of device memory.
     pub fn bytes(&self) -> usize {
-        let matrices: usize = self.matrices.values().map(Matrix::bytes).sum();
+        let matrices: usize = self.owned().map(|(_, matrix)| matrix.bytes()).sum();
         matrices + self.vectors.values().map(|n| vector_bytes(*n)).sum::<usize>()
     }
 }
@@ -84,22 +96,30 @@ pub enum Source<'a> {
 impl Layout {
     /// Takes the memory and fills it; weights that `drafter` has come from there. `progress` gets (bytes done, bytes in all).
     pub fn place(
-        self,
+        mut self,
         gpu: &Gpu,
         kernels: &Kernels,
         source: &Source,
         drafter: Option<&Weights>,
+        ranks: Ranks,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Placed> {
         let memory = gpu.allocate(self.bytes())?;
         let mut offset = 0;
-        let mut matrices = self.matrices;
-        for matrix in matrices.values_mut() {
+        let owned: Vec<WeightId> = self.owned().map(|(id, _)| *id).collect();
+        let mut matrices = std::mem::take(&mut self.matrices);
+        for id in &owned {
+            let matrix = matrices.get_mut(id).expect("owned matrices are matrices");
             let bytes: Vec<usize> = matrix.parts.iter().map(|p| matrix.part_bytes(p)).collect();
             for (part, bytes) in matrix.parts.iter_mut().zip(bytes) {
                 part.at = memory.at(offset);
                 offset += bytes;
             }
+        }
+        for alias in &self.aliases {
+            let of = matrices[&alias.of].parts[0].clone();
+            let part = &mut matrices.get_mut(&alias.id).expect("an alias of a matrix is one").parts[0];
+            part.at = of.at + (alias.first_row / 16 * Matrix::tile_bytes(of.k)) as u64;
         }
         let mut vectors = BTreeMap::new();
         for (&id, &n) in &self.vectors {
@@ -110,25 +130,28 @@ impl Layout {
             Source::Checkpoint(weights) => {
                 // A drafter's roles are its own: each id is in one of the two.
                 let get = |id: WeightId| drafter.and_then(|d| d.find(id)).unwrap_or_else(|| weights.get(id));
-                let mut upload = Upload::new(gpu, kernels, matrices.values().map(Matrix::bytes).sum())?;
-                for (&id, matrix) in &matrices {
-                    upload.matrix(get(id), matrix, progress)?;
+                let mut upload = Upload::new(gpu, kernels, owned.iter().map(|id| matrices[id].bytes()).sum())?;
+                for &id in &owned {
+                    upload.matrix(get(id), ranks, &matrices[&id], progress)?;
                 }
                 upload.finish()?;
                 for (id, &n) in &self.vectors {
-                    let numbers = vector(get(*id), n)?;
+                    let numbers = vector(get(*id), ranks, n)?;
                     gpu.upload(&numbers, vectors[id])?;
                     gpu.synchronize()?;
                 }
             }
             Source::Random(seed) => {
-                for (i, matrix) in matrices.values().enumerate() {
+                for (i, id) in owned.iter().enumerate() {
+                    let matrix = &matrices[id];
+                    // Every rank has the same embedding and drafter, and other parts of the rest.
+                    let rank = if id.role == Role::Embed || id.role >= Role::DraftEmbed { 0 } else { ranks.rank as u64 };
                     // A sum of k products of uniform numbers in [-s, s] with unit inputs has variance k s^2 / 3.
                     let k: usize = matrix.parts.iter().map(|p| p.k).sum();
                     let scale = (3.0 / k as f32).sqrt();
                     for part in &matrix.parts {
                         let n = (matrix.n_tiles * 16) as i32;
-                        fill(gpu, kernels, part.at, seed.wrapping_add(i as u64) << 40, n, part.k, true, false, scale)?;
+                        fill(gpu, kernels, part.at, seed.wrapping_add(i as u64 | rank << 20) << 40, n, part.k, true, false, scale)?;
                     }
                 }
                 for (id, &n) in &self.vectors {
@@ -137,9 +160,6 @@ impl Layout {
                 }
                 gpu.synchronize()?;
             }
-        }
-        for (alias, of) in &self.aliases {
-            matrices.insert(*alias, matrices[of].clone());
         }
         Ok(Placed { memory, matrices, vectors })
     }
@@ -152,12 +172,12 @@ fn fill(gpu: &Gpu, kernels: &Kernels, to: u64, seed: u64, n: i32, k: usize, reti
     gpu.launch(&kernels.fill_random, Launch { grid, block: 256, shared: 0, early: false }, &params)
 }
 
-/// A vector weight as bf16, its parts joined.
-fn vector(weight: &Weight, n: usize) -> Result<Vec<bf16>> {
+/// A rank's part of a vector weight as bf16, its parts joined.
+fn vector(weight: &Weight, ranks: Ranks, n: usize) -> Result<Vec<bf16>> {
     let mut numbers = Vec::with_capacity(n);
-    for part in &weight.parts {
-        let mut bytes = vec![0; part.n_bytes()];
-        part.read_at(0, &mut bytes)?;
+    for (part, slice) in weight.parts.iter().zip(weight.part_of_rank(ranks.rank, ranks.count)?) {
+        let mut bytes = vec![0; slice.rows.len() * part.dtype.bytes()];
+        part.read_at(slice.rows.start * part.dtype.bytes(), &mut bytes)?;
         match part.dtype {
             Dtype::Bf16 => numbers.extend(bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]))),
             Dtype::F16 => numbers.extend(bytes.chunks_exact(2).map(|b| bf16::from_f32(f16::from_le_bytes([b[0], b[1]]).to_f32()))),
@@ -197,9 +217,10 @@ impl<'a> Upload<'a> {
         Ok(Upload { gpu, kernels, buffers, next: 0, done: 0, total })
     }
 
-    fn matrix(&mut self, weight: &Weight, matrix: &Matrix, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
+    fn matrix(&mut self, weight: &Weight, ranks: Ranks, matrix: &Matrix, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
         let mut first = 0;
-        for (i, tensor) in weight.parts.iter().enumerate() {
+        for (i, (tensor, slice)) in weight.parts.iter().zip(weight.part_of_rank(ranks.rank, ranks.count)?).enumerate() {
+            let n = slice.rows.len();
             let order = match (matrix.gate_up, i) {
                 (false, _) => ROWS_PLAIN,
                 (true, 0) => ROWS_GATE,
@@ -212,27 +233,30 @@ impl<'a> Upload<'a> {
             let end = match (matrix.gate_up, i + 1 == weight.parts.len()) {
                 (true, _) => matrix.n_tiles * 8,
                 (false, true) => matrix.n_tiles * 16,
-                (false, false) => first + weight.rows[i],
+                (false, false) => first + n,
             };
-            self.rows(tensor, weight.rows[i], weight.cols, matrix, order, first, end)?;
-            first += weight.rows[i];
-            self.done += tensor.n_bytes();
+            self.done += n * slice.cols.len() * tensor.dtype.bytes();
+            self.rows(tensor, weight.cols, slice, matrix, order, first, end)?;
+            first += n;
             progress(self.done.min(self.total), self.total);
         }
         debug_assert!(matrix.gate_up || first == matrix.n);
         Ok(())
     }
 
-    /// Rows of one tensor as weight rows `first ..`; zeros from behind the last up to `end`.
+    /// A slice of a tensor of `cols` columns as weight rows `first ..`; zeros from behind the last up to `end`.
     #[allow(clippy::too_many_arguments)]
-    fn rows(&mut self, tensor: &Tensor, n: usize, cols: usize, matrix: &Matrix, order: i32, first: usize, end: usize) -> Result<()> {
+    fn rows(&mut self, tensor: &Tensor, cols: usize, slice: Slice, matrix: &Matrix, order: i32, first: usize, end: usize) -> Result<()> {
         let source_type = match tensor.dtype {
             Dtype::Bf16 => 0,
             Dtype::F16 => 1,
             Dtype::F32 => 2,
             other => bail!("{} in {}: expected bf16, f16 or f32, found {other}", tensor.name, tensor.file),
         };
-        let row_bytes = cols * tensor.dtype.bytes();
+        let (n, stride, row_bytes) = (slice.rows.len(), cols * tensor.dtype.bytes(), slice.cols.len() * tensor.dtype.bytes());
+        let start = slice.rows.start * stride + slice.cols.start * tensor.dtype.bytes();
+        // Bytes that lie together in the file are read together.
+        let (piece_bytes, pieces_a_row) = if row_bytes == stride { (READ_BYTES, false) } else { (row_bytes, true) };
         let mut row = 0;
         while row < n {
             let (pinned, staging, free) = &mut self.buffers[self.next];
@@ -243,15 +267,17 @@ impl<'a> Upload<'a> {
             let take = room.min(n - row).min(MAX_GRID_ROWS);
             free.wait()?;
             let bytes = &mut pinned.slice_mut()[..take * row_bytes];
-            let from = row * row_bytes;
-            bytes.par_chunks_mut(READ_BYTES).enumerate().try_for_each(|(i, piece)| tensor.read_at(from + i * READ_BYTES, piece))?;
+            let from = |i: usize| start + if pieces_a_row { (row + i) * stride } else { row * stride + i * READ_BYTES };
+            let least = (READ_BYTES / piece_bytes).max(1);
+            let pieces = bytes.par_chunks_mut(piece_bytes).enumerate().with_min_len(least);
+            pieces.try_for_each(|(i, piece)| tensor.read_at(from(i), piece))?;
             self.gpu.upload(bytes, staging.at(0))?;
             let rows = if row + take == n { end - first - row } else { take };
             for part in &matrix.parts {
                 let params = RepackParams {
                     source: staging.at(part.column * tensor.dtype.bytes()),
                     weights: part.at,
-                    source_stride: cols as i64,
+                    source_stride: slice.cols.len() as i64,
                     source_type,
                     order,
                     n_source_rows: take as i32,

@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
+#[derive(Clone)]
 pub struct DraftModel {
     /// As the user named it, for messages.
     pub name: String,
@@ -42,11 +43,14 @@ impl DraftModel {
     }
 
     /// The target's layer for multi-token prediction; embedding and head are the target's.
-    pub fn mtp(table: &Table, target: &Config, checkpoint: &Checkpoint) -> Result<DraftModel> {
+    pub fn mtp(table: &Table, target: &Config, target_weights: &Weights, checkpoint: &Checkpoint) -> Result<DraftModel> {
         let n = target.n_mtp_layers;
         ensure!(n > 0, "--draft mtp: config.json: num_nextn_predict_layers: expected a layer for multi-token prediction, found none");
         ensure!(n == 1, "--draft mtp: config.json: num_nextn_predict_layers: expected 1, found {n}: not supported");
-        let weights = claim_mtp(table, target, checkpoint).context("--draft mtp")?;
+        let mut weights = claim_mtp(table, target, checkpoint).context("--draft mtp")?;
+        for (role, of_target) in [(Role::DraftEmbed, Role::Embed), (Role::DraftHead, Role::Head)] {
+            weights.insert(WeightId::new(role, None), replicated(target_weights, of_target));
+        }
         let shape = Drafter {
             hidden: target.hidden,
             target_hidden: target.hidden,
@@ -422,20 +426,21 @@ fn build(name: String, c: DraftConfig, checkpoint: &Checkpoint, target: &Config,
     let mut notes = Vec::new();
     let map = vocabulary_map(&c, &tensors, &mut notes)?;
     let mut weights = claim_drafter(&table, &facts(&shape, c.vocab, own_embed, own_head), checkpoint)?;
-    let shared = |weights: &Weights, role| {
-        let weight = weights.get(WeightId::new(role, None)).clone();
-        Weight { split: Split::Replicated, ..weight }
-    };
     let embed = WeightId::new(Role::DraftEmbed, None);
     if !own_embed {
-        weights.insert(embed, shared(target_weights, Role::Embed));
+        weights.insert(embed, replicated(target_weights, Role::Embed));
     }
     if !own_head {
-        let head = if c.tied { shared(&weights, Role::DraftEmbed) } else { shared(target_weights, Role::Head) };
+        let head = if c.tied { replicated(&weights, Role::DraftEmbed) } else { replicated(target_weights, Role::Head) };
         weights.insert(WeightId::new(Role::DraftHead, None), head);
     }
     weights.notes.extend(notes);
     Ok(DraftModel { name, shape, rope: c.rope, weights, map, taps_from })
+}
+
+/// Another's weight, whole on every rank.
+fn replicated(weights: &Weights, role: Role) -> Weight {
+    Weight { split: Split::Replicated, ..weights.get(WeightId::new(role, None)).clone() }
 }
 
 fn facts(d: &Drafter, vocab: usize, own_embed: bool, own_head: bool) -> Facts {

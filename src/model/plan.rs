@@ -8,7 +8,7 @@
 //! 1/rms on the way out, so that no step waits for another just to normalise.
 use super::config::{Config, Latent, Routing, Scoring};
 use super::quant::Format;
-use super::weights::{Role, WeightId};
+use super::weights::{vocab_rows, Role, WeightId};
 use anyhow::{bail, Result};
 use std::fmt;
 
@@ -279,11 +279,12 @@ pub enum Step {
     ExpertsUp(Mixture),
     /// The epilogue's end of: sum of weight * down(act) over the experts of a row
     ExpertsDown(Mixture),
-    /// x += sum of `partial` over ranks in rank order, f32, rounded once; optionally tapped.
+    /// x += sum of `partial` over ranks in rank order (+ bias), f32, rounded once; optionally tapped. All ranks then hold the same x.
     AllReduce {
         partial: BufferId,
         x: BufferId,
         dim: usize,
+        bias: Option<WeightId>,
         tap: Option<Tap>,
     },
     /// Columns `column .. column + dim` of out = RMSNorm(the same columns of x) * weight. Only drafters need it on its own
@@ -296,9 +297,11 @@ pub enum Step {
         dim: usize,
     },
     /// Every row sampled, drafts accepted while they equal the sample, end conditions tested, length and history advanced.
+    /// Column i of `logits` is token `first_id + i`; all ranks together have `vocab` tokens and choose the same.
     Accept {
         logits: BufferId,
         vocab: usize,
+        first_id: usize,
     },
     /// out (one row) = the row of x that belongs to the last accepted token.
     Select {
@@ -427,7 +430,9 @@ pub struct Shard {
     /// Of each expert, and of the shared one; 0 without.
     pub expert_dim: usize,
     pub shared_dim: usize,
+    /// Tokens `first_id .. first_id + vocab`: whole tiles of 16, so that the last rank may have fewer.
     pub vocab: usize,
+    pub first_id: usize,
 }
 
 impl Shard {
@@ -444,6 +449,9 @@ impl Shard {
         if n > config.n_kv_heads && n % config.n_kv_heads != 0 {
             bail!("{} KV heads cannot be shared evenly by {n} ranks", config.n_kv_heads);
         }
+        let Some(tokens) = vocab_rows(config.vocab, ranks.rank, n) else {
+            bail!("vocab_size of {} cannot be split over {n} ranks: each takes a multiple of 16 tokens", config.vocab);
+        };
         let dense = (0..config.n_layers).any(|layer| !config.has_experts(layer));
         let (expert_dim, shared_dim) = config.experts.as_ref().map_or((0, 0), |e| (e.expert_dim, e.shared_dim));
         Ok(Shard {
@@ -452,7 +460,8 @@ impl Shard {
             ffn_dim: if dense { even("intermediate_size", config.ffn_dim)? } else { 0 },
             expert_dim: even("moe_intermediate_size", expert_dim)?,
             shared_dim: even("moe_intermediate_size of shared experts", shared_dim)?,
-            vocab: config.vocab.div_ceil(n),
+            vocab: tokens.len(),
+            first_id: tokens.start,
         })
     }
 }
@@ -496,7 +505,7 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
             n: shard.vocab,
             epilogue: Epilogue::Logits { out: logits },
         }));
-        p.steps.push(Step::Accept { logits, vocab: config.vocab });
+        p.steps.push(Step::Accept { logits, vocab: config.vocab, first_id: shard.first_id });
     }
     let kv = kv_layout(config, shard, config.n_layers);
     Ok(Plan { pass, ranks, buffers: p.buffers, kv, steps: p.steps, norm_eps: config.norm_eps })
@@ -677,7 +686,7 @@ fn mtp(config: &Config, pass: Pass, rows: usize, drafts: usize) -> Result<Plan> 
         let e = p.buffer(name("draft_embedding", "step_embedding"), dim, BufferKind::Stream);
         let x = p.buffer(name("draft_x", "step_x"), dim, BufferKind::Stream);
         let buffers = p.layer_buffers(config, shard, if one { STEP_BUFFERS } else { DRAFT_BUFFERS });
-        p.steps.push(Step::Embed { table: of_target(Role::Embed), tokens, out: e, dim });
+        p.steps.push(Step::Embed { table: of_target(Role::DraftEmbed), tokens, out: e, dim });
         p.steps.push(Step::Linear(Linear {
             weight: id(Role::MtpProj),
             format: config.format(Role::MtpProj),
@@ -710,7 +719,7 @@ fn mtp(config: &Config, pass: Pass, rows: usize, drafts: usize) -> Result<Plan> 
         for draft in 1..=drafts {
             let norm = id(Role::MtpNorm);
             p.steps.push(Step::Linear(Linear {
-                weight: of_target(Role::Head),
+                weight: of_target(Role::DraftHead),
                 format: config.format(Role::Head),
                 bias: None,
                 inputs: vec![Input { x, dim, norm: Some(norm) }],
@@ -873,7 +882,7 @@ impl Builder {
         self.steps.push(Step::ExpertsUp(mixture.clone()));
         self.steps.push(Step::ExpertsDown(mixture));
         if let Some(partial) = partial {
-            self.steps.push(Step::AllReduce { partial, x, dim: config.hidden, tap });
+            self.steps.push(Step::AllReduce { partial, x, dim: config.hidden, bias: None, tap });
         }
     }
 
@@ -980,9 +989,11 @@ impl Builder {
         let Epilogue::Residual { x, tap } = linear.epilogue.clone() else { unreachable!("called with Residual only") };
         let n = linear.n;
         if let Some(partial) = partial {
+            // A bias is added once, after the sum.
+            let bias = linear.bias.take();
             linear.epilogue = Epilogue::Partial { out: partial };
             self.steps.push(Step::Linear(linear));
-            self.steps.push(Step::AllReduce { partial, x, dim: n, tap });
+            self.steps.push(Step::AllReduce { partial, x, dim: n, bias, tap });
         } else {
             self.steps.push(Step::Linear(linear));
         }
@@ -1071,9 +1082,12 @@ impl fmt::Display for Plan {
                     };
                     format!("{} of {} x [{}, {}] {}{shared} x {} {end}", m.top_k, m.n_experts, m.n, m.expert_dim, m.format, name(m.act))
                 }
-                Step::AllReduce { partial, x, tap, .. } => format!("{} +-> {}{}", name(*partial), name(*x), shown_tap(tap)),
+                Step::AllReduce { partial, x, bias, tap, .. } => {
+                    let bias = if bias.is_some() { " + bias" } else { "" };
+                    format!("{}{bias} +-> {}{}", name(*partial), name(*x), shown_tap(tap))
+                }
                 Step::Norm { x, out, .. } | Step::Select { x, out, .. } => format!("{} -> {}", name(*x), name(*out)),
-                Step::Accept { logits, vocab } | Step::DraftToken { logits, vocab, .. } => format!("{} of {vocab}", name(*logits)),
+                Step::Accept { logits, vocab, .. } | Step::DraftToken { logits, vocab, .. } => format!("{} of {vocab}", name(*logits)),
             };
             writeln!(f, "  {:24} {what}  {} B", step.name(), step.bytes(self.rows(), 0, storage))?;
         }

@@ -125,7 +125,7 @@ pub enum Split {
     Heads,
     Rows,
     Columns,
-    /// Rows that are tokens.
+    /// Rows that are tokens: `vocab_rows`.
     Vocab,
     #[default]
     Replicated,
@@ -138,8 +138,14 @@ pub struct Slice {
     pub cols: Range<usize>,
 }
 
+/// The tokens of one rank: an equal number for all but the last, and a multiple of 16, the rows of a tile of weights. None: a rank would have none.
+pub fn vocab_rows(vocab: usize, rank: usize, ranks: usize) -> Option<Range<usize>> {
+    let share = if ranks > 1 { vocab.div_ceil(ranks).next_multiple_of(16) } else { vocab };
+    (rank < ranks && (ranks - 1) * share < vocab).then(|| rank * share..vocab.min((rank + 1) * share))
+}
+
 /// All weights of a model. A tied head is there under its own id, with the tensor of the embedding.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Weights {
     map: BTreeMap<WeightId, Weight>,
     /// Worth a line to the user, not an error.
@@ -265,6 +271,8 @@ pub fn claim_mtp(table: &Table, config: &Config, checkpoint: &Checkpoint) -> Res
     for layer in layers {
         claim.rules(section.layer.iter().chain(&section.mtp), Some(layer), &mut map)?;
     }
+    // Drafters are on every rank.
+    map.values_mut().for_each(|weight| weight.split = Split::Replicated);
     claim.leftovers(&section.ignored(config.n_layers..config.n_layers));
     claim.finish()?;
     Ok(Weights { map, notes: Vec::new() })
@@ -396,7 +404,8 @@ impl Weight {
             let (all_rows, all_cols) = (0..*rows, 0..self.cols);
             let slice = match self.split {
                 Split::Replicated => Slice { rows: all_rows, cols: all_cols },
-                Split::Rows | Split::Vocab => Slice { rows: even(*rows)?, cols: all_cols },
+                Split::Rows => Slice { rows: even(*rows)?, cols: all_cols },
+                Split::Vocab => Slice { rows: vocab_rows(*rows, rank, ranks)?, cols: all_cols },
                 Split::Columns => Slice { rows: all_rows, cols: even(self.cols)? },
                 Split::Heads if rows < most => Slice { rows: even(*rows).or_else(|| replicated(*rows))?, cols: all_cols },
                 Split::Heads => Slice { rows: even(*rows)?, cols: all_cols },

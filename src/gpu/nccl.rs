@@ -1,0 +1,240 @@
+//! NCCL, as far as it is needed: ring all-gathers and all-reduces of bf16. A table of a dozen functions from libnccl.so.2, opened at run time, or linked in
+//! (feature static-nccl). One GPU needs none of it.
+//!
+//! cudarc's own NCCL layer looks for libnccl.so, never for libnccl.so.2, which is what packages install, and panics where a symbol is missing.
+use super::cuda;
+use super::device::Raw;
+use crate::error::machine;
+use anyhow::{Context, Result};
+use std::ffi::{c_char, c_int, c_void, CStr};
+use std::path::Path;
+use std::sync::{mpsc, Arc};
+use std::time::Duration;
+use std::{env, ptr, thread};
+
+type Handle = *mut c_void;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct UniqueId([u8; 128]);
+
+const BF16: c_int = 9;
+const SUM: c_int = 0;
+
+/// Connecting and the first run of every size end by then, or the rank fails.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+macro_rules! functions {
+    ($($field:ident = $symbol:ident($($type:ty),*) -> $result:ty;)*) => {
+        struct Functions { $($field: unsafe extern "C" fn($($type),*) -> $result),* }
+
+        #[cfg(not(feature = "static-nccl"))]
+        impl Functions {
+            fn find(library: &libloading::Library) -> Result<Functions, libloading::Error> {
+                // Sound: the types are those of nccl.h, unchanged since NCCL 2.10.
+                unsafe { Ok(Functions { $($field: *library.get(concat!(stringify!($symbol), "\0").as_bytes())?),* }) }
+            }
+        }
+
+        #[cfg(feature = "static-nccl")]
+        impl Functions {
+            fn linked() -> Functions {
+                extern "C" { $(fn $symbol($(_: $type),*) -> $result;)* }
+                Functions { $($field: $symbol),* }
+            }
+        }
+    };
+}
+
+functions! {
+    version = ncclGetVersion(*mut c_int) -> c_int;
+    unique_id = ncclGetUniqueId(*mut UniqueId) -> c_int;
+    init_rank = ncclCommInitRank(*mut Handle, c_int, UniqueId, c_int) -> c_int;
+    all_gather = ncclAllGather(*const c_void, *mut c_void, usize, c_int, Handle, *mut c_void) -> c_int;
+    all_reduce = ncclAllReduce(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+    async_error = ncclCommGetAsyncError(Handle, *mut c_int) -> c_int;
+    abort = ncclCommAbort(Handle) -> c_int;
+    destroy = ncclCommDestroy(Handle) -> c_int;
+    error_string = ncclGetErrorString(c_int) -> *const c_char;
+    last_error = ncclGetLastError(Handle) -> *const c_char;
+}
+
+pub struct Library {
+    functions: Functions,
+    /// 10000 * major + 100 * minor + patch.
+    pub version: i32,
+    #[cfg(not(feature = "static-nccl"))]
+    _library: libloading::Library,
+}
+
+/// What NCCL is told where the user's environment does not say otherwise. Ring and LL: few bytes, one order of sums, nothing left to its guesses about the
+/// machine. One graph at a time uses a communicator and nothing beside it: mixing support would add nodes that wait. Multicast only costs start-up time.
+const DEFAULTS: [(&str, &str); 4] =
+    [("NCCL_ALGO", "Ring"), ("NCCL_PROTO", "LL"), ("NCCL_GRAPH_MIXING_SUPPORT", "0"), ("NCCL_NVLS_ENABLE", "0")];
+/// Where ranks share a GPU (NCCL 2.30 and later).
+const SHARED_DEFAULTS: [(&str, &str); 2] = [("NCCL_MULTI_RANK_GPU_ENABLE", "1"), ("NCCL_MAX_CTAS", "1")];
+
+/// Sets the defaults; before any thread of the process starts, since it changes the environment. Returns all NCCL_ settings, for -v.
+pub fn configure(shared: bool) -> Vec<(String, String)> {
+    let shared_defaults = SHARED_DEFAULTS.iter().filter(|_| shared);
+    for (name, value) in DEFAULTS.iter().chain(shared_defaults) {
+        if env::var_os(name).is_none() {
+            env::set_var(name, value);
+        }
+    }
+    let mut all: Vec<(String, String)> = env::vars().filter(|(name, _)| name.starts_with("NCCL_")).collect();
+    all.sort();
+    all
+}
+
+impl Library {
+    #[cfg(not(feature = "static-nccl"))]
+    pub fn open(file: Option<&Path>) -> Result<Arc<Library>> {
+        let name = file.unwrap_or(Path::new("libnccl.so.2"));
+        let cure = "install libnccl2 or the nvidia-nccl-cu13 package, name the file with --nccl FILE, or use --collective push";
+        // Sound: NCCL's constructors do nothing that we could disturb.
+        let library = unsafe { libloading::Library::new(name) }.map_err(|e| machine(format!("NCCL: {}: {e}; {cure}", name.display())))?;
+        let functions = Functions::find(&library)
+            .map_err(|e| machine(format!("NCCL: {}: {e}: expected NCCL 2.19 or later; {cure}", name.display())))?;
+        Library { functions, version: 0, _library: library }.checked()
+    }
+
+    #[cfg(feature = "static-nccl")]
+    pub fn open(file: Option<&Path>) -> Result<Arc<Library>> {
+        if let Some(file) = file {
+            anyhow::bail!("--nccl {}: NCCL is linked into this program (static-nccl); leave the flag out", file.display());
+        }
+        Library { functions: Functions::linked(), version: 0 }.checked()
+    }
+
+    fn checked(mut self) -> Result<Arc<Library>> {
+        // Sound: writes one integer.
+        let code = unsafe { (self.functions.version)(&mut self.version) };
+        self.check("ncclGetVersion", code)?;
+        Ok(Arc::new(self))
+    }
+
+    pub fn version_text(&self) -> String {
+        format!("{}.{}.{}", self.version / 10000, self.version / 100 % 100, self.version % 100)
+    }
+
+    /// For rank 0: what all ranks connect with.
+    pub fn unique_id(&self) -> Result<[u8; 128]> {
+        let mut id = UniqueId([0; 128]);
+        // Sound: writes 128 bytes.
+        self.check("ncclGetUniqueId", unsafe { (self.functions.unique_id)(&mut id) })?;
+        Ok(id.0)
+    }
+
+    fn check(&self, call: &str, code: c_int) -> Result<()> {
+        if code == 0 {
+            return Ok(());
+        }
+        // Sound: NCCL's strings live as long as the library; null is allowed as a communicator.
+        let text = |p: *const c_char| if p.is_null() { "".into() } else { unsafe { CStr::from_ptr(p) }.to_string_lossy() };
+        let (error, last) = unsafe { (text((self.functions.error_string)(code)), text((self.functions.last_error)(ptr::null_mut()))) };
+        let last = last.lines().map(str::trim).filter(|l| !l.is_empty()).collect::<Vec<_>>().join(" ");
+        Err(machine(format!(
+            "NCCL {}: {call}: {error}{}{last}; NCCL_DEBUG=INFO says more",
+            self.version_text(),
+            if last.is_empty() { "" } else { ": " }
+        )))
+    }
+}
+
+/// What is run once after connecting.
+pub struct WarmUp {
+    /// In elements.
+    pub sizes: Vec<usize>,
+    /// Device memory: the largest size, and ranks times as much.
+    pub from: u64,
+    pub to: u64,
+}
+
+/// A rank's communicator. It goes after the graphs that use it.
+pub struct Comm {
+    library: Arc<Library>,
+    handle: Handle,
+    raw: Raw,
+}
+
+struct Sent(Result<Comm>);
+// Sound: a communicator may be used by any thread, one at a time.
+unsafe impl Send for Sent {}
+
+impl Comm {
+    /// All ranks at the same time, each with the id of rank 0. NCCL waits for ever for a rank that does not come: it does so in a thread of its own, which is
+    /// left behind when patience ends.
+    pub fn connect(library: &Arc<Library>, raw: Raw, ranks: usize, rank: usize, id: [u8; 128], warm_up: WarmUp) -> Result<Comm> {
+        let (sender, receiver) = mpsc::channel();
+        let library = library.clone();
+        let version = library.version_text();
+        thread::Builder::new().name(format!("nccl {rank}")).spawn(move || {
+            let connect = || -> Result<Comm> {
+                cuda::enter(raw)?;
+                let mut handle = ptr::null_mut();
+                // Sound: the id is one of NCCL's; the context of the rank's GPU is current.
+                let code = unsafe { (library.functions.init_rank)(&mut handle, ranks as c_int, UniqueId(id), rank as c_int) };
+                library.check("ncclCommInitRank", code)?;
+                let comm = Comm { library, handle, raw };
+                for &n in &warm_up.sizes {
+                    comm.all_gather(warm_up.from, warm_up.to, n)?;
+                    comm.all_reduce(warm_up.from, warm_up.to, n)?;
+                    cuda::wait(raw)?;
+                }
+                comm.check()?;
+                Ok(comm)
+            };
+            let _ = sender.send(Sent(connect())); // nobody listens when patience has ended
+        })?;
+        match receiver.recv_timeout(PATIENCE) {
+            Ok(sent) => sent.0.with_context(|| format!("rank {rank}")),
+            Err(_) => Err(machine(format!(
+                "rank {rank}: NCCL {version} did not connect {ranks} ranks within {} s; NCCL_DEBUG=INFO says where it waits; --collective push needs no NCCL",
+                PATIENCE.as_secs()
+            ))),
+        }
+    }
+
+    /// to [ranks][n] = every rank's from [n], bf16; queued on the rank's stream, or captured.
+    pub fn all_gather(&self, from: u64, to: u64, n: usize) -> Result<()> {
+        let f = self.library.functions.all_gather;
+        // Sound: addresses of device memory of these sizes.
+        self.library.check("ncclAllGather", unsafe {
+            f(from as *const c_void, to as *mut c_void, n, BF16, self.handle, self.raw.stream as *mut c_void)
+        })
+    }
+
+    /// to [n] = the sum of every rank's from [n], in bf16 and NCCL's order.
+    pub fn all_reduce(&self, from: u64, to: u64, n: usize) -> Result<()> {
+        let f = self.library.functions.all_reduce;
+        // Sound: addresses of device memory of this size.
+        self.library.check("ncclAllReduce", unsafe {
+            f(from as *const c_void, to as *mut c_void, n, BF16, SUM, self.handle, self.raw.stream as *mut c_void)
+        })
+    }
+
+    /// What went wrong on NCCL's side since.
+    pub fn check(&self) -> Result<()> {
+        let mut error = 0;
+        // Sound: writes one integer.
+        self.library.check("ncclCommGetAsyncError", unsafe { (self.library.functions.async_error)(self.handle, &mut error) })?;
+        self.library.check("NCCL's own threads", error)
+    }
+
+    /// Ends kernels that wait for a rank which is gone.
+    pub fn abort(mut self) {
+        // Sound: the handle is not used again.
+        unsafe { (self.library.functions.abort)(self.handle) };
+        self.handle = ptr::null_mut();
+    }
+}
+
+impl Drop for Comm {
+    fn drop(&mut self) {
+        if !self.handle.is_null() {
+            // Sound: last use; nothing is queued any more.
+            unsafe { (self.library.functions.destroy)(self.handle) };
+        }
+    }
+}

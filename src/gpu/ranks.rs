@@ -1,0 +1,412 @@
+//! Several ranks as one backend: a thread and a Machine each, which get the same calls in the same order and so queue the same passes.
+//!
+//! Rank 0 runs on the caller's thread and its records are the answer; the others' must be the same. A call returns when rank 0 has done it; the
+//! others follow on their own, held together by the collectives in the passes. The first failure of any rank ends all of them: it is what the
+//! next call returns. Between ranks: comm.rs.
+use super::comm::{self, Algorithm, Choice, Link, Poison, Rendezvous, Threads};
+use super::cuda;
+use super::device::Gpu;
+use super::machine::{Machine, Options, WIDTHS};
+use super::nccl;
+use super::weights::Source;
+use crate::decode::policy::Costs;
+use crate::decode::{Backend, Counters, Limits, Record, Sampling, StepTime};
+use crate::error::{self, internal, machine};
+use crate::model::config::Config;
+use crate::model::plan::PREFILL_ROWS;
+use crate::model::weights::Weights;
+use anyhow::{Context, Error, Result};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// A thread that has just done something is likely to get the next call soon: it looks for so long before it sleeps.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// How long ranks wait for each other while they start: one may read its weights from a slower disk, or compile kernels.
+const LATE: Duration = Duration::from_secs(600);
+
+/// Ranks whose streams are idle end in milliseconds; one that does not is left to the end of the process.
+const END: Duration = Duration::from_secs(5);
+
+/// What all ranks are made of.
+pub struct Setup {
+    /// GPU of each rank.
+    pub gpus: Vec<usize>,
+    /// Opens the GPU of a rank but the first, on the rank's own thread.
+    pub open: Box<dyn Fn(usize) -> Result<Gpu> + Send + Sync>,
+    pub collectives: Collectives,
+    pub config: Config,
+    /// None: random ones.
+    pub weights: Option<Weights>,
+    pub options: Options,
+}
+
+/// How ranks add up what each has.
+#[derive(Clone, Debug, Default)]
+pub struct Collectives {
+    /// None: what is fastest.
+    pub algorithm: Option<Algorithm>,
+    /// The NCCL library; None: where the system finds it.
+    pub nccl: Option<PathBuf>,
+    /// An error instead of a slower way where GPUs do not reach each other's memory.
+    pub require_p2p: bool,
+    pub link: comm::Options,
+}
+
+impl Setup {
+    fn make(&self, rank: usize, gpu: Option<Gpu>, failure: &Failure, progress: &mut dyn FnMut(usize, usize)) -> Result<Machine> {
+        let gpu = gpu.map_or_else(|| (self.open)(rank), Ok)?;
+        if self.gpus.iter().any(|gpu| *gpu != self.gpus[0]) {
+            stay_near(&gpu.info().bus_id);
+        }
+        let mut link = Link::new(&gpu, rank, failure.rendezvous.clone(), self.collectives.link)?;
+        failure.attend(link.poison());
+        if let Some(algorithm) = self.collectives.algorithm {
+            let sizes = WIDTHS.into_iter().chain(PREFILL_ROWS);
+            if algorithm.needs_nccl() {
+                let library = nccl::Library::open(self.collectives.nccl.as_deref())?;
+                link.attach_nccl(&library, &sizes.clone().collect::<Vec<_>>(), self.config.hidden)?;
+            }
+            link.choose(sizes.map(|rows| (rows, Choice { algorithm, blocks: link.blocks(algorithm, rows, self.config.hidden) })).collect());
+        }
+        let source = self.weights.as_ref().map_or(Source::Random(0), Source::Checkpoint);
+        Machine::of_rank(gpu, Some(link), self.config.clone(), source, self.options.clone(), progress)
+    }
+
+    /// For errors: `rank 1 (GPU 0)`.
+    fn name(&self, rank: usize) -> String {
+        format!("rank {rank} (GPU {})", self.gpus[rank])
+    }
+}
+
+type Job = Box<dyn FnOnce(&mut Machine) -> Result<()> + Send>;
+
+pub struct Conductor {
+    first: Option<Machine>,
+    others: Vec<Rank>,
+    failure: Arc<Failure>,
+}
+
+/// The thread of a rank; it ends when the sender goes.
+struct Rank {
+    jobs: Sender<(&'static str, Job)>,
+    thread: JoinHandle<()>,
+}
+
+/// The first failure of any rank.
+struct Failure {
+    setup: Arc<Setup>,
+    rendezvous: Arc<Threads>,
+    poisons: Mutex<Vec<Poison>>,
+    happened: AtomicBool,
+    error: Mutex<Option<Error>>,
+}
+
+impl Failure {
+    /// From now on a failure ends the waiting of this rank's kernels.
+    fn attend(&self, poison: Poison) {
+        let mut poisons = self.poisons.lock().expect("nobody panics with it");
+        poisons.push(poison);
+        if self.happened.load(SeqCst) {
+            poisons.iter().for_each(Poison::poison);
+        }
+    }
+
+    /// The first one counts; what follows from it does not. All ranks stop waiting for each other.
+    fn report(&self, rank: usize, place: String, error: Error) {
+        if !self.happened.swap(true, SeqCst) {
+            // A driver's error is the machine's; otherwise the error knows.
+            let error = if cuda::is_driver_error(&error) { machine(format!("{error:#}")) } else { error };
+            *self.error.lock().expect("nobody panics with it") = Some(error.context(format!("{}, {place}", self.setup.name(rank))));
+            self.rendezvous.fail(&self.setup.name(rank));
+            self.poisons.lock().expect("nobody panics with it").iter().for_each(Poison::poison);
+        }
+    }
+
+    fn take(&self) -> Error {
+        let error = self.error.lock().expect("nobody panics with it").take();
+        error.unwrap_or_else(|| machine("a rank has failed before; the others ended with it"))
+    }
+}
+
+/// Whether a rank that got this error cannot go on: a user's error is every rank's, and rank 0 returns it.
+fn is_fatal(error: &Error) -> bool {
+    error::exit_code(error) != error::BAD_INPUT || cuda::is_driver_error(error)
+}
+
+/// Reports a rank whose thread panics.
+struct Alive<'a> {
+    failure: &'a Failure,
+    rank: usize,
+}
+
+impl Drop for Alive<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.failure.report(self.rank, "its thread".into(), internal("panicked"));
+        }
+    }
+}
+
+/// The thread of one rank but the first.
+fn serve(rank: usize, setup: &Setup, failure: &Failure, jobs: Receiver<(&'static str, Job)>) {
+    let _alive = Alive { failure, rank };
+    let mut machine = match setup.make(rank, None, failure, &mut |_, _| {}) {
+        Ok(machine) => machine,
+        Err(e) => return failure.report(rank, "load".into(), e),
+    };
+    while let Some((phase, job)) = next(&jobs) {
+        if let Err(e) = job(&mut machine) {
+            return failure.report(rank, format!("{phase}, pass {}", machine.passes()), e);
+        }
+    }
+}
+
+fn next<T>(jobs: &Receiver<T>) -> Option<T> {
+    let start = Instant::now();
+    while start.elapsed() < SPIN {
+        match jobs.try_recv() {
+            Ok(job) => return Some(job),
+            Err(mpsc::TryRecvError::Disconnected) => return None,
+            Err(mpsc::TryRecvError::Empty) => std::hint::spin_loop(),
+        }
+    }
+    jobs.recv().ok()
+}
+
+impl Conductor {
+    /// Makes all ranks at the same time. `gpu` and `progress` are rank 0's.
+    pub fn new(setup: Setup, gpu: Gpu, progress: &mut dyn FnMut(usize, usize)) -> Result<Conductor> {
+        let setup = Arc::new(setup);
+        let failure = Arc::new(Failure {
+            setup: setup.clone(),
+            rendezvous: Threads::new(setup.gpus.len(), LATE),
+            poisons: Mutex::default(),
+            happened: AtomicBool::new(false),
+            error: Mutex::default(),
+        });
+        let mut conductor = Conductor { first: None, others: Vec::new(), failure: failure.clone() };
+        for rank in 1..setup.gpus.len() {
+            let (jobs, receiver) = mpsc::channel();
+            let (setup, failure) = (setup.clone(), failure.clone());
+            let thread = Builder::new().name(format!("rank {rank}")).spawn(move || serve(rank, &setup, &failure, receiver));
+            conductor.others.push(Rank { jobs, thread: thread.context("the thread of a rank")? });
+        }
+        match setup.make(0, Some(gpu), &failure, progress) {
+            Ok(machine) => conductor.first = Some(machine),
+            Err(e) => failure.report(0, "load".into(), e),
+        }
+        match failure.happened.load(SeqCst) {
+            true => Err(failure.take()),
+            false => Ok(conductor),
+        }
+    }
+
+    pub fn first(&self) -> &Machine {
+        self.first.as_ref().expect("made at start")
+    }
+
+    /// For checks: the same call on every rank, at the same time; what each returned, by rank. Any error ends all ranks.
+    pub fn each<T: Send + 'static>(
+        &mut self,
+        phase: &'static str,
+        call: impl Fn(&mut Machine) -> Result<T> + Send + Sync + 'static,
+    ) -> Result<Vec<T>> {
+        let call = Arc::new(call);
+        let mut results = Vec::new();
+        for rank in &self.others {
+            let (call, (sender, result)) = (call.clone(), mpsc::channel());
+            let job = move |machine: &mut Machine| {
+                // Nobody listens when rank 0 has failed.
+                let _ = sender.send(call(machine)?);
+                Ok(())
+            };
+            let _ = rank.jobs.send((phase, Box::new(job))); // a rank that has ended has reported why
+            results.push(result);
+        }
+        let first = self.on_first(phase, |_| true, |machine| call(machine))?;
+        let mut all = vec![first];
+        for result in results {
+            match result.recv() {
+                Ok(value) => all.push(value),
+                Err(_) => return Err(self.failure.take()),
+            }
+        }
+        Ok(all)
+    }
+
+    /// The same call on every rank; rank 0's result. The others are not waited for.
+    fn all<T>(&mut self, phase: &'static str, call: impl Fn(&mut Machine) -> Result<T> + Send + Sync + 'static) -> Result<T> {
+        let call = Arc::new(call);
+        for rank in &self.others {
+            let call = call.clone();
+            let job = move |machine: &mut Machine| match call(machine) {
+                Err(e) if is_fatal(&e) => Err(e),
+                _ => Ok(()),
+            };
+            // A rank that has ended has reported why.
+            let _ = rank.jobs.send((phase, Box::new(job)));
+        }
+        self.on_first(phase, is_fatal, |machine| call(machine))
+    }
+
+    fn on_first<T>(
+        &mut self,
+        phase: &'static str,
+        is_fatal: fn(&Error) -> bool,
+        call: impl FnOnce(&mut Machine) -> Result<T>,
+    ) -> Result<T> {
+        let machine = self.first.as_mut().expect("made at start");
+        let result = call(machine);
+        match result {
+            Err(e) if is_fatal(&e) => self.failure.report(0, format!("{phase}, pass {}", machine.passes()), e),
+            result if !self.failure.happened.load(SeqCst) => return result,
+            _ => {}
+        }
+        Err(self.failure.take())
+    }
+}
+
+impl Drop for Conductor {
+    fn drop(&mut self) {
+        // All ranks end together: each waits for the others before its memory goes.
+        let threads: Vec<JoinHandle<()>> = self.others.drain(..).map(|rank| rank.thread).collect();
+        self.first = None;
+        let start = Instant::now();
+        for thread in threads {
+            while !thread.is_finished() && start.elapsed() < END {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            if thread.is_finished() {
+                let _ = thread.join(); // a panic has been reported
+            }
+        }
+    }
+}
+
+impl Backend for Conductor {
+    fn context(&self) -> usize {
+        self.first().context()
+    }
+
+    fn vocab(&self) -> usize {
+        self.first().vocab()
+    }
+
+    fn prefill_rows(&self) -> usize {
+        self.first().prefill_rows()
+    }
+
+    fn queue_depth(&self) -> usize {
+        self.first().queue_depth()
+    }
+
+    fn begin(&mut self, prompt: &[u32], keep: usize, sampling: &Sampling, limits: &Limits) -> Result<()> {
+        let (prompt, sampling, limits) = (prompt.to_vec(), sampling.clone(), limits.clone());
+        self.all("begin", move |machine| machine.begin(&prompt, keep, &sampling, &limits))
+    }
+
+    fn prefill(&mut self, tokens: &[u32]) -> Result<()> {
+        let tokens = tokens.to_vec();
+        self.all("prefill", move |machine| machine.prefill(&tokens))
+    }
+
+    fn verify(&mut self, width: usize) -> Result<()> {
+        self.all("verify", move |machine| machine.verify(width))
+    }
+
+    fn draft(&mut self, drafts: usize) -> Result<()> {
+        self.all("draft", move |machine| machine.draft(drafts))
+    }
+
+    fn set_drafts(&mut self, drafts: &[u32]) -> Result<()> {
+        let drafts = drafts.to_vec();
+        self.all("draft", move |machine| machine.set_drafts(&drafts))
+    }
+
+    fn measure(&mut self) -> Result<Costs> {
+        self.all("measure", |machine| machine.measure())
+    }
+
+    fn time_verify(&mut self, width: usize, depth: usize, n: usize) -> Result<Vec<f64>> {
+        self.all("time", move |machine| machine.time_verify(width, depth, n))
+    }
+
+    fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>> {
+        self.all("profile", move |machine| machine.profile(depth))
+    }
+
+    fn record(&mut self) -> Result<Record> {
+        let record = self.on_first("verify", is_fatal, |machine| machine.record());
+        let expected = record.as_ref().ok().cloned();
+        for rank in &self.others {
+            let expected = expected.clone();
+            let job = move |machine: &mut Machine| match (machine.record(), expected) {
+                (Ok(own), Some(expected)) if own != expected => Err(corrupted(&own, &expected)),
+                (Err(e), _) if is_fatal(&e) => Err(e),
+                _ => Ok(()),
+            };
+            let _ = rank.jobs.send(("verify", Box::new(job)));
+        }
+        record
+    }
+
+    fn truncate(&mut self, n: usize) -> Result<()> {
+        self.all("truncate", move |machine| machine.truncate(n))
+    }
+
+    fn counters(&self) -> Counters {
+        self.first().counters()
+    }
+}
+
+fn corrupted(own: &Record, expected: &Record) -> Error {
+    machine(format!(
+        "chose tokens {:?} where rank 0 chose {:?}: data is corrupted between GPUs; volley doctor names the pair, --collective avoids it",
+        own.tokens, expected.tokens
+    ))
+}
+
+/// Keeps the calling thread on the processors next to a GPU, where the system knows which they are.
+fn stay_near(bus_id: &str) {
+    let Ok(list) = std::fs::read_to_string(format!("/sys/bus/pci/devices/{bus_id}/local_cpulist")) else { return };
+    // Sound: an all-zero set is an empty one, and the macros stay within it.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        for cpu in cpus(&list).into_iter().filter(|cpu| *cpu < libc::CPU_SETSIZE as usize) {
+            libc::CPU_SET(cpu, &mut set);
+        }
+        if libc::CPU_COUNT(&set) > 0 {
+            // Refused inside a container that has none of them: any processor will do.
+            libc::sched_setaffinity(0, std::mem::size_of::<libc::cpu_set_t>(), &set);
+        }
+    }
+}
+
+/// `0-3,8` -> 0 1 2 3 8
+fn cpus(list: &str) -> Vec<usize> {
+    let number = |word: &str| word.trim().parse::<usize>().ok();
+    list.split(',')
+        .filter_map(|range| match range.split_once('-') {
+            Some((first, last)) => Some(number(first)?..=number(last)?),
+            None => number(range).map(|n| n..=n),
+        })
+        .flatten()
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::cpus;
+
+    #[test]
+    fn lists_of_processors() {
+        assert_eq!(cpus("0-3,8\n"), [0, 1, 2, 3, 8]);
+        assert_eq!(cpus("5\n"), [5]);
+        assert!(cpus("\n").is_empty());
+    }
+}

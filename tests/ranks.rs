@@ -1,0 +1,283 @@
+//! Several ranks: the f32 reference as 2, 3, 4 and 8 ranks against itself as one, and what each rank holds and reads; then ranks of the GPU backend
+//! against the reference and each other, with the kernels compiled by g++ (scripts/shim.sh) and collectives that run together.
+#[path = "support/drafter.rs"]
+mod drafter;
+#[path = "support/experts.rs"]
+mod experts;
+#[path = "support/quantised.rs"]
+mod quantised;
+#[path = "support/ranks.rs"]
+mod ranks;
+mod support;
+
+use drafter::tiny_llama_drafter;
+use experts::write_tiny8;
+use quantised::Scheme;
+use ranks::{compute_alike, ids, open, tiny3, tiny8};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::rc::Rc;
+use std::sync::OnceLock;
+use volley::cmd::check;
+use volley::cpu::Reference;
+use volley::decode::{Backend, Drafting, Engine, Event, Flow, Limits, Request, Sampling};
+use volley::error;
+use volley::gpu::comm::{self, Fault, FaultKind};
+use volley::gpu::device::Gpu;
+use volley::gpu::ranks::{Collectives, Conductor, Setup};
+use volley::gpu::shim::Shim;
+use volley::gpu::weights::{Layout, Source};
+use volley::model::checkpoint::{Checkpoint, Read};
+use volley::model::config::Config;
+use volley::model::draft::DraftModel;
+use volley::model::plan::{Pass, Ranks, Step};
+use volley::model::weights::{claim, vocab_rows, Table};
+
+fn reference(dir: &Path, count: usize) -> Reference {
+    let (config, weights) = open(dir);
+    Reference::of_ranks(config, weights, 200, None, false, Ranks { rank: count - 1, count }).unwrap()
+}
+
+/// Residual streams after each layer and logits of a prompt and a pass of four rows.
+fn observe(reference: &mut Reference) -> (Vec<f32>, Vec<f32>) {
+    let ids = ids(74);
+    let mut hidden = Vec::new();
+    let mut keep = |step: &Step, out: &mut [f32], _: usize| match step {
+        Step::AllReduce { .. } => hidden.extend_from_slice(out),
+        Step::Linear(l) if matches!(l.epilogue, volley::model::plan::Epilogue::Residual { .. }) => hidden.extend_from_slice(out),
+        _ => {}
+    };
+    reference.run(Pass::Prefill { rows: 64 }, &ids[..64], 0, &mut keep).unwrap();
+    reference.run(Pass::Prefill { rows: 64 }, &ids[64..70], 64, &mut keep).unwrap();
+    reference.run(Pass::Verify { width: 4 }, &ids[70..], 70, &mut keep).unwrap();
+    let logits = reference.logits(4).to_vec();
+    (hidden, logits)
+}
+
+fn answer(reference: Reference, sampling: &Sampling) -> Vec<u32> {
+    let mut engine = Engine::new(Box::new(reference), Drafting::default()).unwrap();
+    let request = Request { prompt: &ids(20), sampling, end_ids: &[], max_tokens: Some(24) };
+    engine.generate(&request, &mut |_: Event| Flow::Go).unwrap().tokens
+}
+
+#[test]
+fn ranks_compute_what_one_computes() {
+    for (t0, counts) in [(tiny8(), &[2, 4, 8][..]), (tiny3().biases(), &[3]), (tiny8().arch("qwen3").tied(true), &[4])] {
+        let dir = tempfile::tempdir().unwrap();
+        t0.write(dir.path());
+        let one = observe(&mut reference(dir.path(), 1));
+        let sampled = Sampling { temperature: 0.8, top_p: 0.9, seed: 3, ..Sampling::default() };
+        let answers = [Sampling::default(), sampled].map(|sampling| (answer(reference(dir.path(), 1), &sampling), sampling));
+        for &count in counts {
+            let many = observe(&mut reference(dir.path(), count));
+            for (what, one, many) in [("hidden states", &one.0, &many.0), ("logits", &one.1, &many.1)] {
+                assert_eq!(one.len(), many.len(), "{what} of {count} ranks");
+                let spread = one.iter().fold(0f32, |m, x| m.max(x.abs()));
+                let worst = one.iter().zip(many).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
+                assert!(spread > 1.0 && worst < 1e-5 * spread, "{what} of {count} ranks: off by {worst}, up to {spread}");
+            }
+            for (expected, sampling) in &answers {
+                assert_eq!(answer(reference(dir.path(), count), sampling), *expected, "{count} ranks, {sampling:?}");
+            }
+        }
+    }
+}
+
+/// Heads, experts and the shared expert are divided, the latents are not; drafting by the model's own layer changes no text on any number of ranks.
+#[test]
+fn ranks_of_models_with_experts_compute_what_one_computes() {
+    let tiny = |name: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny").join(name);
+    let made: Vec<tempfile::TempDir> = [None, Some(Scheme::Fp8Block(32, 32)), Some(Scheme::Int4(32))]
+        .into_iter()
+        .map(|scheme| {
+            let dir = tempfile::tempdir().unwrap();
+            write_tiny8(dir.path(), scheme);
+            dir
+        })
+        .collect();
+    let eights: Vec<(PathBuf, &[usize])> = made.iter().map(|dir| (dir.path().to_path_buf(), &[2, 4, 8][..])).collect();
+    for (dir, counts) in
+        eights.into_iter().chain([(tiny("deepseek_v3"), &[2, 4][..]), (tiny("qwen3_moe"), &[2, 4]), (tiny("kimi_k25_int4"), &[2])])
+    {
+        let vocab = Config::open(&dir).unwrap().vocab as u32;
+        let tokens: Vec<u32> = ids(20).into_iter().map(|id| id % vocab).collect();
+        let logits = |count: usize| {
+            let mut reference = reference(&dir, count);
+            reference.run(Pass::Prefill { rows: 64 }, &tokens[..13], 0, &mut |_, _, _| {}).unwrap();
+            reference.run(Pass::Verify { width: 7 }, &tokens[13..], 13, &mut |_, _, _| {}).unwrap();
+            reference.logits(7).to_vec()
+        };
+        let text = |count: usize, drafts: Option<usize>| {
+            let (config, weights) = open(&dir);
+            let checkpoint = Checkpoint::open(&dir, Read::Mmap).unwrap();
+            let drafter = drafts.map(|_| DraftModel::mtp(&Table::builtin().unwrap(), &config, &weights, &checkpoint).unwrap());
+            drafter.iter().for_each(|drafter| drafter.weights.load(&mut |_, _| {}).unwrap());
+            let drafting = Drafting { eagle: drafter.is_some(), fixed: drafts, ..Drafting::default() };
+            let reference = Reference::of_ranks(config, weights, 200, drafter, false, Ranks { rank: 0, count }).unwrap();
+            let mut engine = Engine::new(Box::new(reference), drafting).unwrap();
+            let sampling = Sampling { temperature: 2.0, seed: 5, ..Sampling::default() };
+            let request = Request { prompt: &tokens, sampling: &sampling, end_ids: &[], max_tokens: Some(24) };
+            engine.generate(&request, &mut |_: Event| Flow::Go).unwrap().tokens
+        };
+        let (one, expected) = (logits(1), text(1, None));
+        let spread = one.iter().fold(0f32, |m, x| m.max(x.abs()));
+        let drafts = (Config::open(&dir).unwrap().n_mtp_layers > 0).then_some(3);
+        for &count in counts {
+            let worst = one.iter().zip(logits(count)).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
+            assert!(spread > 0.5 && worst < 1e-5 * spread, "{} on {count} ranks: off by {worst}, up to {spread}", dir.display());
+            assert_eq!(text(count, None), expected, "{} on {count} ranks", dir.display());
+            assert_eq!(text(count, drafts), expected, "{} on {count} ranks, {drafts:?} drafts", dir.display());
+        }
+    }
+    let (config, weights) = open(&tiny("dsv3_fp8"));
+    let error = Reference::of_ranks(config, weights, 200, None, false, Ranks { rank: 0, count: 2 })
+        .and_then(|mut reference| reference.run(Pass::Verify { width: 1 }, &[7], 0, &mut |_, _, _| {}));
+    assert!(format!("{:#}", error.unwrap_err()).contains("cuts no block (fp8 e4m3 in blocks of 128 x 128)"));
+}
+
+#[test]
+fn tokens_are_shared_in_whole_tiles() {
+    for (vocab, ranks) in [(500, 8), (500, 3), (151_936, 8), (128_256, 3), (49_152, 3), (17, 1), (33, 2)] {
+        let mut end = 0;
+        for rank in 0..ranks {
+            let rows = vocab_rows(vocab, rank, ranks).unwrap();
+            assert!(rows.start == end && !rows.is_empty() && rows.start % 16 == 0, "{vocab} over {ranks}: {rows:?}");
+            end = rows.end;
+        }
+        assert_eq!(end, vocab);
+    }
+    // Shares of 32 leave nothing for the last of three.
+    assert_eq!(vocab_rows(64, 0, 3), None);
+}
+
+/// Built once per test run.
+fn library() -> &'static Path {
+    static PATH: OnceLock<PathBuf> = OnceLock::new();
+    PATH.get_or_init(|| {
+        let out = Command::new("scripts/shim.sh").output().expect("scripts/shim.sh runs");
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        PathBuf::from(String::from_utf8(out.stdout).expect("a path").lines().last().expect("a path"))
+    })
+}
+
+fn shim() -> Gpu {
+    Gpu::new(Rc::new(Shim::open(library()).unwrap()))
+}
+
+fn setup(dir: &Path, count: usize) -> Setup {
+    ranks::setup(|| Ok(shim()), dir, count, None, 200)
+}
+
+fn conductor(dir: &Path, count: usize) -> Conductor {
+    Conductor::new(setup(dir, count), shim(), &mut |_, _| {}).unwrap()
+}
+
+#[test]
+fn two_ranks_hold_every_check() {
+    let dir = tempfile::tempdir().unwrap();
+    tiny8().write(dir.path());
+    let mut conductor = conductor(dir.path(), 2);
+    compute_alike("tiny8", &mut conductor, dir.path());
+    let hold = |held: anyhow::Result<Vec<String>>| println!("{}", held.unwrap_or_else(|e| panic!("{e:#}"))[0]);
+    hold(conductor.each("check", |m| check::widths(m, &ids(72))));
+    hold(conductor.each("check", |m| check::chunks(m, &ids(20))));
+    hold(conductor.each("check", |m| check::sampling(m, &ids(40))));
+    hold(conductor.each("check", |m| check::speculation(m, &ids(40), 12, false)));
+    let mut engine = Engine::new(Box::new(conductor), Drafting { ngram: true, ..Drafting::default() }).unwrap();
+    for sampling in [Sampling::default(), Sampling { temperature: 0.8, top_k: 40, top_p: 0.9, seed: 3, ..Sampling::default() }] {
+        let request = Request { prompt: &ids(20), sampling: &sampling, end_ids: &[], max_tokens: Some(12) };
+        let mut answers = [false, true].map(|paused| {
+            engine.clear();
+            engine.pause_drafting(paused);
+            engine.generate(&request, &mut |_: Event| Flow::Go).unwrap().tokens
+        });
+        let (drafted, plain) = answers.split_at_mut(1);
+        assert_eq!((drafted[0].len(), &drafted[0]), (12, &plain[0]), "{sampling:?}");
+    }
+    assert_eq!(engine.counters().eager, 0);
+}
+
+#[test]
+fn three_and_eight_ranks_compute_alike() {
+    for (name, t0, count) in [("tiny3", tiny3(), 3), ("tiny8", tiny8().tied(true), 8)] {
+        let dir = tempfile::tempdir().unwrap();
+        t0.write(dir.path());
+        compute_alike(name, &mut conductor(dir.path(), count), dir.path());
+    }
+}
+
+/// The drafter is whole on every rank and reads features that all have alike.
+#[test]
+fn drafts_change_the_passes_and_not_the_text() {
+    let dir = tempfile::tempdir().unwrap();
+    tiny8().set("vocab_size", 512).set("num_hidden_layers", 3).write(dir.path());
+    let (config, weights) = open(dir.path());
+    let mut setup = setup(dir.path(), 2);
+    setup.options.drafter = Some(tiny_llama_drafter(&config, &weights, false));
+    let mut conductor = Conductor::new(setup, shim(), &mut |_, _| {}).unwrap();
+    println!("{}", conductor.each("check", |m| check::speculation(m, &ids(40), 5, true)).unwrap()[0]);
+}
+
+/// Each rank reads its part and no more: both together the whole file, and what they share once again.
+#[test]
+fn ranks_read_their_parts() {
+    let dir = tempfile::tempdir().unwrap();
+    tiny8().write(dir.path());
+    let config = Config::open(dir.path()).unwrap();
+    let checkpoint = Checkpoint::open(dir.path(), Read::Mmap).unwrap();
+    let weights = claim(&Table::builtin().unwrap(), &config, &checkpoint).unwrap();
+    let gpu = shim();
+    let kernels = volley::gpu::kernels::Kernels::load(&gpu).unwrap();
+    for rank in 0..2 {
+        let ranks = Ranks { rank, count: 2 };
+        let plan = volley::model::plan::target(&config, Pass::Verify { width: 1 }, ranks, &[]).unwrap();
+        let layout = Layout::of(&[&plan], config.vocab, Vec::new());
+        layout.place(&gpu, &kernels, &Source::Checkpoint(&weights), None, ranks, &mut |_, _| {}).unwrap();
+    }
+    let read: usize = checkpoint.reads().iter().map(|call| call.bytes).sum();
+    let whole: usize = checkpoint.tensors().map(|tensor| tensor.n_bytes()).sum();
+    let (embedding, norms) = (500 * 128 * 2, 5 * 128 * 2);
+    assert_eq!(read, whole + embedding + norms);
+}
+
+/// Case O22: whatever happens to one rank, all end soon with one line that names it.
+#[test]
+fn o22_one_rank_fails() {
+    library();
+    let dir = tempfile::tempdir().unwrap();
+    tiny8().write(dir.path());
+    let check = |e: anyhow::Error, words: &[&str], start: std::time::Instant| {
+        let line = format!("{e:#}");
+        assert!(start.elapsed().as_secs() < 10, "{line} after {:?}", start.elapsed());
+        assert_eq!(error::exit_code(&e), error::MACHINE, "{line}");
+        assert!(words.iter().all(|word| line.contains(word)) && !line.contains('\n'), "{line}");
+    };
+    // During load, before and in the first pass.
+    let start = std::time::Instant::now();
+    let broken = Setup { open: Box::new(|_| Err(error::machine("it fell off the bus"))), ..setup(dir.path(), 2) };
+    check(Conductor::new(broken, shim(), &mut |_, _| {}).err().unwrap(), &["rank 1 (GPU 0), load", "fell off the bus"], start);
+    let start = std::time::Instant::now();
+    let link = comm::Options { fault: Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0 }), ..Default::default() };
+    let silent = Setup { collectives: Collectives { link, ..Default::default() }, ..setup(dir.path(), 2) };
+    let error = Conductor::new(silent, shim(), &mut |_, _| {}).err().unwrap();
+    check(error, &["rank 0 (GPU 0), load", "no data from rank 1", "layers.0.o"], start);
+    let start = std::time::Instant::now();
+    let mut refused = setup(dir.path(), 2);
+    refused.options.fail_capture = |pass| pass == Pass::Verify { width: 3 };
+    check(Conductor::new(refused, shim(), &mut |_, _| {}).err().unwrap(), &["(GPU 0), load", "capture", "Verify { width: 3 }"], start);
+
+    // In the middle of an answer: its thread ends, and the others wait in vain.
+    let mut both = conductor(dir.path(), 2);
+    both.begin(&ids(20), 0, &Sampling::default(), &Limits { end_ids: vec![], max_tokens: 100, context: 200 }).unwrap();
+    both.prefill(&ids(19)).unwrap();
+    let start = std::time::Instant::now();
+    let error = both.each("step 10", |machine| match machine.ranks().rank {
+        1 => Err(error::machine("killed")),
+        _ => machine.verify(1).and_then(|()| machine.record()),
+    });
+    check(error.err().unwrap(), &["rank 1 (GPU 0), step 10, pass", "killed"], start);
+    let start = std::time::Instant::now();
+    check(both.verify(1).and_then(|()| both.record()).err().unwrap(), &["failed"], start);
+    drop(both);
+    assert!(start.elapsed().as_secs() < 2, "the end took {:?}", start.elapsed());
+}

@@ -1,0 +1,73 @@
+//! Models made on the spot for several ranks, and what holds for ranks of any number on any driver. Each test binary uses a part of this module.
+#![allow(dead_code)]
+use crate::support::T0;
+use serde_json::json;
+use std::path::Path;
+use volley::cmd::check;
+use volley::cpu::Reference;
+use volley::gpu::device::Gpu;
+use volley::gpu::machine::Options;
+use volley::gpu::ranks::{Collectives, Conductor, Setup};
+use volley::model::checkpoint::{Checkpoint, Read};
+use volley::model::config::Config;
+use volley::model::draft::DraftModel;
+use volley::model::plan::{Pass, Step};
+use volley::model::weights::{claim, Table, Weights};
+
+/// Widths that divide by 8 and fewer KV heads than ranks; a vocabulary that does not divide.
+pub fn tiny8() -> T0 {
+    let t0 = T0::new().set("num_attention_heads", 16).set("num_key_value_heads", 2).set("head_dim", 64).set("num_hidden_layers", 2);
+    t0.set("hidden_size", 128).set("intermediate_size", 256).set("vocab_size", 500).eos(json!(1)).set("bos_token_id", 0)
+}
+
+/// The same with heads that divide by 3, and biases in attention, of which the one behind a sum over ranks counts once.
+pub fn tiny3() -> T0 {
+    tiny8().set("num_attention_heads", 6).set("num_key_value_heads", 3).set("intermediate_size", 192).set("attention_bias", true)
+}
+
+/// Distinct ids below 500.
+pub fn ids(n: usize) -> Vec<u32> {
+    (0..n as u32).map(|i| (i * 37 + 11) % 500).collect()
+}
+
+pub fn open(dir: &Path) -> (Config, Weights) {
+    let config = Config::open(dir).unwrap();
+    let weights = claim(&Table::builtin().unwrap(), &config, &Checkpoint::open(dir, Read::Mmap).unwrap()).unwrap();
+    weights.load(&mut |_, _| {}).unwrap();
+    (config, weights)
+}
+
+/// Ranks that share one GPU.
+pub fn setup(gpu: fn() -> anyhow::Result<Gpu>, dir: &Path, count: usize, drafter: Option<DraftModel>, context: usize) -> Setup {
+    let (config, weights) = open(dir);
+    let options = Options { context, drafter, ngram: true, require_graphs: true, fail_capture: |_| false };
+    let open = Box::new(move |_| gpu());
+    Setup { gpus: vec![0; count], open, collectives: Collectives::default(), config, weights: Some(weights), options }
+}
+
+/// Every rank's steps against the reference's of the same rank, and the residual streams of all ranks against each other, whose bits are returned.
+pub fn compute_alike(name: &str, conductor: &mut Conductor, dir: &Path) -> Vec<u32> {
+    let here = dir.to_path_buf();
+    let held = conductor.each("check", move |machine| {
+        let (config, weights) = open(&here);
+        let mut reference = Reference::of_ranks(config, weights, check::STEP_ROWS, None, false, machine.ranks())?;
+        check::steps(machine, &mut reference, &ids(check::STEP_ROWS))
+    });
+    let count = conductor.first().ranks().count;
+    println!("{name} on {count} ranks: {}", held.unwrap_or_else(|e| panic!("{name} on {count} ranks: {e:#}"))[0]);
+    let streams = conductor.each("check", |machine| {
+        let mut bits = Vec::new();
+        for (pass, at, n) in [(Pass::Prefill { rows: 16 }, 0, 9), (Pass::Verify { width: 4 }, 9, 4)] {
+            machine.run(pass, &ids(13)[at..at + n], at, &mut |step, out, _| {
+                if let Step::AllReduce { .. } = step {
+                    bits.extend(out.iter().map(|x| x.to_bits()));
+                }
+            })?;
+        }
+        Ok(bits)
+    });
+    let mut streams = streams.unwrap();
+    let (config, sums) = (conductor.first().config(), 2 * conductor.first().config().n_layers);
+    assert!(streams[0].len() == sums * 13 * config.hidden && streams.iter().all(|bits| *bits == streams[0]), "{name} on {count} ranks");
+    streams.swap_remove(0)
+}
