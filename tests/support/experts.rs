@@ -68,7 +68,7 @@ pub fn write_tiny8(dir: &Path, scheme: Option<Scheme>) {
     }
     let mut tensors = Vec::new();
     for tensor in &d.tensors {
-        let quantised = tensor.name.ends_with("_proj.weight")
+        let quantised = tensor.name.contains("_proj")
             && !tensor.name.contains("eh_proj")
             && (!experts_only || tensor.name.contains(".experts."));
         match quantised {
