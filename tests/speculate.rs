@@ -7,6 +7,10 @@
 mod binary;
 #[path = "support/drafter.rs"]
 mod drafter;
+#[path = "support/experts.rs"]
+mod experts;
+#[path = "support/quantised.rs"]
+mod quantised;
 #[path = "support/smollm2.rs"]
 mod smollm2;
 mod support;
@@ -258,6 +262,26 @@ fn with_mtp(dir: &Path, change: impl Fn(&mut DraftModel)) -> Reference {
     let mut drafter = DraftModel::mtp(&Table::builtin().unwrap(), &config, &weights, &Checkpoint::open(dir, Read::Mmap).unwrap()).unwrap();
     change(&mut drafter);
     reference(config, weights, Some(drafter), true)
+}
+
+#[test]
+fn a_model_drafts_by_its_own_layer_from_the_command_line() {
+    let dir = tempdir().unwrap();
+    T0::new().write(dir.path()); // for its tokenizer
+    experts::write_tiny8(dir.path(), Some(quantised::Scheme::Fp8Block(32, 32)));
+    let run = |dir: &Path, args: &[&str]| {
+        binary::on(dir, "run", &[&["-v", "-n", "24", "-t", "3", "--seed", "4"], args, &["hello"]].concat(), b"")
+    };
+    let plain = run(dir.path(), &["--draft", "none"]).expect(0);
+    for draft in ["mtp", "mtp,ngram"] {
+        let drafted = run(dir.path(), &["--draft", draft, "--draft-tokens", "3"]).expect(0);
+        assert_eq!(drafted.out, plain.out, "{draft}");
+        assert!(drafted.err.contains("multi-token prediction by layer 3, 512 draft ids"), "{}", drafted.err);
+        assert!(drafted.err.contains("quantised matrices with"), "{}", drafted.err);
+    }
+    let t0 = tempdir().unwrap();
+    T0::new().write(t0.path());
+    run(t0.path(), &["--draft", "mtp"]).expect_error(2, &["--draft mtp", "num_nextn_predict_layers", "found none"]);
 }
 
 // ---- the text does not depend on drafts

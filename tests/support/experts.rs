@@ -68,9 +68,8 @@ pub fn write_tiny8(dir: &Path, scheme: Option<Scheme>) {
     }
     let mut tensors = Vec::new();
     for tensor in &d.tensors {
-        let quantised = tensor.name.contains("_proj")
-            && !tensor.name.contains("eh_proj")
-            && (!experts_only || tensor.name.contains(".experts."));
+        let quantised =
+            tensor.name.contains("_proj") && !tensor.name.contains("eh_proj") && (!experts_only || tensor.name.contains(".experts."));
         match quantised {
             true => tensors.extend(quantise(tensor, scheme).0),
             false => tensors.push(tensor.clone()),

@@ -63,8 +63,15 @@ fn e4m3(code: u8) -> f32 {
 }
 
 fn nearest_e4m3(x: f32) -> u8 {
-    let codes = (0..=255u8).filter(|code| code & 127 != 127);
-    codes.min_by(|&a, &b| (e4m3(a) - x).abs().total_cmp(&(e4m3(b) - x).abs())).unwrap()
+    // Codes of positive values ascend with the value.
+    let above = (0..126u8).collect::<Vec<u8>>().partition_point(|&code| e4m3(code) < x.abs()) as u8;
+    let below = above.saturating_sub(1);
+    let nearest = if x.abs() - e4m3(below) < e4m3(above) - x.abs() { below } else { above };
+    if x < 0.0 {
+        nearest | 128
+    } else {
+        nearest
+    }
 }
 
 /// A matrix as codes and scales, and the numbers that they stand for.
