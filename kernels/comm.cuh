@@ -1,17 +1,17 @@
 // Collectives between the ranks of a model: the sum of all ranks' partial rows + residual + what the next norm needs, in one kernel; and maxima and sums of
 // 64-bit words. Read comm_protocol.h first: windows, channels, chunks, epochs and the rule that makes two buffers enough.
 //
-// Three ways to the same bits (f32 sums in order of ranks from +0, + bias, + x, one rounding to bf16, no negative zero):
+// Three ways to the same bits (f32 sums in order of ranks from +0, + bias, rounded once to bf16, no negative zero, added to x in f32):
 //   all_reduce_push      everybody stores its partial into everybody's window; everybody adds. One crossing, (n - 1) S bytes in and out.
 //   all_reduce_pull      everybody holds its partial ready in its own window, sets a flag in the others' and loads theirs. For machines whose stores collapse.
-//   all_reduce_two_shot  the columns of a channel are split among the ranks: partials go to the owner, who adds and stores the new x into everybody's window.
+//   all_reduce_two_shot  the columns of a channel are split among the ranks: partials go to the owner, who adds and stores the rounded sum into everybody's window.
 //                        Two crossings, 2 (n - 1) / n S bytes.
 // all_reduce_local adds partials that are here already (NCCL brought them).
 //
 // Work: block b takes a run of 16-column tiles of all rows, in chunks of as many rows as fit into a slot; a thread moves 8 columns (16 bytes) at a time,
 // consecutive lanes consecutive bytes, so that stores fill PCIe packets. No block waits for another block of its rank.
 //
-// Partials and x are sent as they are. A slot is zero while nothing is there, and each 16-bit element is looked at, since 16 bytes may arrive in two parts; so +0
+// Partials and sums are sent as they are. A slot is zero while nothing is there, and each 16-bit element is looked at, since 16 bytes may arrive in two parts; so +0
 // is sent as -0, which adds the same to a sum that started as +0. Who has read an element zeroes it; the fence at the end of a chunk (between kernels: their
 // boundary) puts that before what the sender may write there next.
 #pragma once
@@ -122,30 +122,39 @@ __device__ __forceinline__ void add(Sum& sum, const uint4& a) {
 }
 __device__ __forceinline__ uint4* vector_at(bf16* p, size_t stride, int row, int column) { return reinterpret_cast<uint4*>(p + row * stride + column); }
 __device__ __forceinline__ const uint4* vector_at(const bf16* p, size_t stride, int row, int column) { return reinterpret_cast<const uint4*>(p + row * stride + column); }
-// The new x of a vector.
-__device__ __forceinline__ uint4 new_x(const AllReduceParams& p, Sum& sum, int row, int column) {
+// What is added to x, rounded once: the sum of a vector over all ranks, with the bias.
+__device__ __forceinline__ uint4 rounded_sum(const AllReduceParams& p, Sum& sum, int column) {
   if (p.bias) add(sum, load_constants(vector_at(p.bias, 0, 0, column)));
-  const uint4 x = load_activations(vector_at(p.x, p.dim, row, column));
-  const uint32_t w[4] = {x.x, x.y, x.z, x.w};
-  uint32_t y[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) y[i] = zeros_positive(bf16_pair(__fadd_rn(bf16_low(w[i]), sum.v[2 * i]), __fadd_rn(bf16_high(w[i]), sum.v[2 * i + 1])));
-  return make_uint4(y[0], y[1], y[2], y[3]);
+  return zeros_positive(make_uint4(bf16_pair(sum.v[0], sum.v[1]), bf16_pair(sum.v[2], sum.v[3]), bf16_pair(sum.v[4], sum.v[5]), bf16_pair(sum.v[6], sum.v[7])));
 }
-// Writes what follows from the new x of a vector. All lanes of a warp take part, two neighbours a tile; those without a vector say so.
-__device__ __forceinline__ void finish(const AllReduceParams& p, bool has, int row, int column, const uint4& x) {
+// Adds the rounded sum of a vector to x and writes what follows from it. All lanes of a warp take part, two neighbours a tile; those without a vector say so.
+__device__ __forceinline__ void finish(const AllReduceParams& p, bool has, int row, int column, const uint4& sum) {
+  float x[8] = {};
   if (has) {
-    *vector_at(p.x, p.dim, row, column) = x;
-    if (p.tap) *vector_at(p.tap, p.tap_stride, row, column) = x;
+    float y[8];
+    unpack(sum, y);
+    uint4* at = reinterpret_cast<uint4*>(p.x + (size_t)row * p.dim + column);
+    const uint4 a = load_activations(at), b = load_activations(at + 1);
+    const uint32_t old[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] = __fadd_rn(__uint_as_float(old[i]), y[i]);
+    at[0] = make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+    at[1] = make_uint4(__float_as_uint(x[4]), __float_as_uint(x[5]), __float_as_uint(x[6]), __float_as_uint(x[7]));
+    if (p.tap) *vector_at(p.tap, p.tap_stride, row, column) = make_uint4(bf16_pair(x[0], x[1]), bf16_pair(x[2], x[3]), bf16_pair(x[4], x[5]), bf16_pair(x[6], x[7]));
   }
   if (!p.next_norm) return;
-  if (has) *vector_at(p.normed, p.dim, row, column) = times_norm(x, load_constants(vector_at(p.next_norm, 0, 0, column)));
+  if (has) {
+    float g[8];
+    unpack(load_constants(vector_at(p.next_norm, 0, 0, column)), g);
+#pragma unroll
+    for (int i = 0; i < 8; i++) g[i] = __fmul_rn(x[i], g[i]);
+    *vector_at(p.normed, p.dim, row, column) = make_uint4(bf16_pair(g[0], g[1]), bf16_pair(g[2], g[3]), bf16_pair(g[4], g[5]), bf16_pair(g[6], g[7]));
+  }
   // tile_square_sum of both neighbours' vectors.
-  const uint32_t w[4] = {x.x, x.y, x.z, x.w};
   float s[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const float low = square(bf16_low(w[i])), high = square(bf16_high(w[i]));
+    const float low = square(x[2 * i]), high = square(x[2 * i + 1]);
     s[i] = __fadd_rn(__fadd_rn(low, __shfl_xor_sync(0xffffffffu, low, 1)), __fadd_rn(high, __shfl_xor_sync(0xffffffffu, high, 1)));
   }
   if (has && column % 16 == 0) p.squares[(size_t)row * (p.dim / 16) + column / 16] = __fadd_rn(__fadd_rn(s[0], s[1]), __fadd_rn(s[2], s[3]));
@@ -212,12 +221,12 @@ template <bool kFaulty> __device__ __forceinline__ void push(const AllReducePara
     uint4* slots = slot_of(c, c.rank, epoch, COMM_PUSHED, 0);
     for (int base = threadIdx.x & ~31; base < n; base += blockDim.x) {
       const int i = base + (threadIdx.x & 31), row = row0 + i / vectors, column = run.first * 16 + i % vectors * 8;
-      uint4 x = make_uint4(0, 0, 0, 0);
+      uint4 total = make_uint4(0, 0, 0, 0);
       if (i < n) {
         Sum sum = collect(c, patience, load_activations(vector_at(p.partial, p.dim, row, column)), slots, i, COMM_PHASE_PUSH, epoch);
-        x = new_x(p, sum, row, column);
+        total = rounded_sum(p, sum, column);
       }
-      finish(p, i < n, row, column, x);
+      finish(p, i < n, row, column, total);
     }
   }
   leave(c, epoch);
@@ -254,7 +263,7 @@ template <bool kFaulty> __device__ __forceinline__ void pull(const AllReducePara
     patience.lost = __syncthreads_or(patience.lost);
     for (int base = threadIdx.x & ~31; base < n; base += blockDim.x) {
       const int i = base + (threadIdx.x & 31), row = row0 + i / vectors, column = run.first * 16 + i % vectors * 8;
-      uint4 x = make_uint4(0, 0, 0, 0);
+      uint4 total = make_uint4(0, 0, 0, 0);
       if (i < n) {
         uint4 v[COMM_MAX_RANKS];
 #pragma unroll
@@ -267,9 +276,9 @@ template <bool kFaulty> __device__ __forceinline__ void pull(const AllReducePara
           if (kFaulty && s != c.rank) sends<kFaulty>(c, s, v[s]);
           add(sum, v[s]);
         }
-        x = new_x(p, sum, row, column);
+        total = rounded_sum(p, sum, column);
       }
-      finish(p, i < n, row, column, x);
+      finish(p, i < n, row, column, total);
     }
   }
   leave(c, epoch);
@@ -307,32 +316,32 @@ template <bool kFaulty> __device__ __forceinline__ void two_shot(const AllReduce
     for (int base = threadIdx.x & ~31; base < n_mine; base += blockDim.x) {
       const int i = base + (threadIdx.x & 31);
       const Owned o = owned(2 * rows * first + min(i, n_mine - 1), rows, run, c.ranks);
-      uint4 x = make_uint4(0, 0, 0, 0);
+      uint4 total = make_uint4(0, 0, 0, 0);
       if (i < n_mine) {
         Sum sum = collect(c, patience, load_activations(vector_at(p.partial, p.dim, row0 + o.row, o.column)), slots, i, COMM_PHASE_REDUCE, epoch);
-        x = new_x(p, sum, row0 + o.row, o.column);
+        total = rounded_sum(p, sum, o.column);
         for (int k = 1; k < c.ranks; k++) {
           const int peer = peer_of(c, k);
-          uint4 sent = zeros_negative(x);
+          uint4 sent = zeros_negative(total);
           if (sends<kFaulty>(c, peer, sent)) store_system(slot_of(c, peer, epoch, COMM_GATHERED, c.rank) + i, sent);
         }
       }
-      finish(p, i < n_mine, row0 + o.row, o.column, x);
+      finish(p, i < n_mine, row0 + o.row, o.column, total);
     }
     for (int base = threadIdx.x & ~31; base < n - n_mine; base += blockDim.x) {
       const int i = base + (threadIdx.x & 31);
       const bool has = i < n - n_mine;
       const Owned o = owned((after_mine + min(i, n - n_mine - 1)) % n, rows, run, c.ranks);
-      uint4 x = make_uint4(0, 0, 0, 0);
+      uint4 total = make_uint4(0, 0, 0, 0);
       if (has) {
         uint4* at = slot_of(c, c.rank, epoch, COMM_GATHERED, o.owner) + o.i;
         patience.since = 0;
-        do x = load_system(at);
-        while (incomplete(x) && !patience.lost && waits_on(c, patience, o.owner, COMM_PHASE_GATHER, epoch));
-        x = zeros_positive(x);
+        do total = load_system(at);
+        while (incomplete(total) && !patience.lost && waits_on(c, patience, o.owner, COMM_PHASE_GATHER, epoch));
+        total = zeros_positive(total);
         store_system(at, make_uint4(0, 0, 0, 0));
       }
-      finish(p, has, row0 + o.row, o.column, x);
+      finish(p, has, row0 + o.row, o.column, total);
     }
   }
   leave(c, epoch);
@@ -345,13 +354,13 @@ __device__ __forceinline__ void local(const AllReduceParams& p) {
   const int vectors = p.dim / 8, n = rows_in_use(p) * vectors;
   for (int base = blockIdx.x * blockDim.x + (threadIdx.x & ~31); base < n; base += gridDim.x * blockDim.x) {
     const int i = base + (threadIdx.x & 31), row = i / vectors, column = i % vectors * 8;
-    uint4 x = make_uint4(0, 0, 0, 0);
+    uint4 total = make_uint4(0, 0, 0, 0);
     if (i < n) {
       Sum sum = {};
       for (int s = 0; s < p.comm.ranks; s++) add(sum, load_activations(vector_at(p.partial, p.dim, s * p.rows + row, column)));
-      x = new_x(p, sum, row, column);
+      total = rounded_sum(p, sum, column);
     }
-    finish(p, i < n, row, column, x);
+    finish(p, i < n, row, column, total);
   }
 }
 

@@ -385,13 +385,13 @@ struct CommRanks {
   int fault_peer;
 };
 static_assert(sizeof(CommRanks) == 104, "twin in Rust");
-// all_reduce_*: x = bf16(x + (sum of all ranks' partials, in order of ranks, + bias)), and what the next norm needs of it.
+// all_reduce_*: x += bf16(sum of all ranks' partials, in order of ranks, + bias), and what the next norm needs of it.
 struct AllReduceParams {
   CommRanks comm;
   const bf16* partial;        // [rows][dim] of this rank; all_reduce_local: [comm.ranks][rows][dim]
-  bf16* x;                    // [rows][dim]
+  float* x;                   // [rows][dim] residual stream
   const bf16* bias;           // [dim] or null
-  bf16* tap;                  // [rows][tap_stride] or null: a second copy of x
+  bf16* tap;                  // [rows][tap_stride] or null: x, rounded
   const bf16* next_norm;      // [dim] or null, normed [rows][dim], squares [rows][dim / 16]: as in LinearParams
   bf16* normed;
   float* squares;

@@ -20,8 +20,8 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
+#include <unordered_set>
 #include <vector>
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -84,18 +84,18 @@ constexpr size_t kStack = 64 << 10;
 enum class Status { Ready, Polling, AtBlock, AtWarp, Done };   // Polling: ready, but waiting for another block
 struct Copy { char* to; char data[16]; };     // a cp.async under way
 struct Fiber {
-  Context context; std::unique_ptr<char[]> stack; uint3 tid; int lane, warp; Status status; bool parity;
+  Context context; std::unique_ptr<char[]> stack; uint3 tid; int lane, warp; Status status; bool parity; int held;
   std::vector<Copy> open;                     // not yet committed
   std::vector<std::vector<Copy>> groups;      // committed, oldest first
 };
 struct Warp { uint64_t slot[2][32][8]; };     // two buffers: a warp operation then needs one barrier, not two
-struct Flight { char* to; uint64_t value; int bytes, fiber; uint64_t barrier; };   // a store for other GPUs under way; barrier: how many the block had passed
+struct Flight { char* to; uint64_t value; int bytes, fiber; uint64_t barrier, due; };   // a store for other GPUs under way; barrier: how many the block had passed; due: the turn
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
 inline std::unique_ptr<char[]> dynamic; inline size_t dynamic_bytes;
 inline Fiber* cur; inline Context scheduler; inline uint3 block_idx; inline dim3 block_dim, grid_dim;
 inline int block_vote[2], block_vote_parity;  // __syncthreads_or and _count
-inline uint64_t barriers;                     // that the block has passed
+inline uint64_t barriers, turns;              // that the block has passed, and had
 inline std::vector<Flight> in_flight;         // stores of this block, oldest first
 inline bool together;                         // blocks of several grids are resident
 inline const std::function<void()>* body;
@@ -146,11 +146,11 @@ inline void start_block(int n) {
     Fiber& f = fibers[i];
     if (!f.stack) f.stack.reset(new char[kStack]);
     reuse(f.stack.get());
-    f.lane = i & 31; f.warp = i >> 5; f.status = Status::Ready; f.parity = false; f.open.clear(); f.groups.clear();
+    f.lane = i & 31; f.warp = i >> 5; f.status = Status::Ready; f.parity = false; f.held = 0; f.open.clear(); f.groups.clear();
     f.tid = {i % block_dim.x, i / block_dim.x % block_dim.y, i / (block_dim.x * block_dim.y)};
     context_make(f.context, f.stack.get(), kStack, entry, scheduler);
   }
-  block_vote[0] = block_vote[1] = 0; block_vote_parity = 0; barriers = 0;
+  block_vote[0] = block_vote[1] = 0; block_vote_parity = 0; barriers = turns = 0;
 }
 // Every thread that can runs up to its next barrier or poll. True when all n are done.
 inline bool turn(int n) {
@@ -158,12 +158,20 @@ inline bool turn(int n) {
   if ((int)order.size() != n) { order.resize(n); for (int i = 0; i < n; i++) order[i] = i; }
   for (int i = n - 1; i > 0; i--) std::swap(order[i], order[random() % (i + 1)]);
   bool ran = false; int done = 0, at_block = 0;
-  for (int i : order) if (fibers[i].status == Status::Ready || fibers[i].status == Status::Polling) { to_fiber(fibers[i]); ran = true; }
+  turns++;
+  for (int i : order) {
+    Fiber& f = fibers[i];
+    if (f.status != Status::Ready && f.status != Status::Polling) continue;
+    ran = true;
+    if (f.held > 0) { f.held--; continue; }
+    to_fiber(f);
+    if (together && random() % 64 == 0) f.held = random() % 64;   // falls behind the others
+  }
   for (int w = 0; w < (n + 31) / 32; w++) {               // a warp goes on once none of its lanes is still on its way
     const int first = w * 32, end = std::min(n, first + 32); int waiting = 0, elsewhere = 0, polling = 0;
     for (int i = first; i < end; i++) {
       const Status s = fibers[i].status;
-      if (s == Status::AtWarp) waiting++; else if (s == Status::Polling) polling++; else if (s != Status::Done) elsewhere++;
+      if (s == Status::AtWarp) waiting++; else if (s == Status::Polling || (together && s == Status::Ready)) polling++; else if (s != Status::Done) elsewhere++;
     }
     if (waiting && elsewhere) fail("warp operation not reached by every lane");
     if (waiting && !polling) { ran = true; for (int i = first; i < end; i++) if (fibers[i].status == Status::AtWarp) fibers[i].status = Status::Ready; }
@@ -200,15 +208,15 @@ inline void launch(dim3 grid, dim3 block, size_t smem, const std::function<void(
 // ---- grids that run together, as ranks of a collective do ----
 // A store for other GPUs. It arrives when the scheduler says so (deliver), after the thread's earlier stores to the same place.
 inline void store_system(void* to, uint64_t value, int bytes) {
-  if (together) in_flight.push_back({(char*)to, value, bytes, int(cur - fibers.data()), barriers});
+  if (together) in_flight.push_back({(char*)to, value, bytes, int(cur - fibers.data()), barriers, turns + (random() % 8 ? random() % 3 : random() % 64)});
   else std::memcpy(to, &value, bytes);
 }
 // Lets those stores of the present block arrive that `wanted` picks. Of two to the same place the older comes first, unless a fence asks for the newer alone.
 template <class F> void deliver(bool fence, F wanted) {
-  std::set<char*> held; size_t kept = 0;
+  std::unordered_set<char*> held; size_t kept = 0;
   for (Flight& f : in_flight) {
     if (wanted(f) && (fence || !held.count(f.to))) std::memcpy(f.to, &f.value, f.bytes);
-    else { held.insert(f.to); in_flight[kept++] = f; }
+    else { if (!fence) held.insert(f.to); in_flight[kept++] = f; }
   }
   in_flight.resize(kept);
 }
@@ -223,9 +231,9 @@ inline void before_load(const void* from, int bytes) {   // a thread sees its ow
 }
 struct Grid { const char* name; dim3 grid; unsigned block; std::function<void()> body; };
 struct Resident {
-  std::vector<Fiber> fibers; std::vector<Warp> warps; std::vector<Flight> in_flight; uint3 block_idx; uint64_t barriers; int vote[2], vote_parity; bool done;
+  std::vector<Fiber> fibers; std::vector<Warp> warps; std::vector<Flight> in_flight; uint3 block_idx; uint64_t barriers, turns; int vote[2], vote_parity; bool done;
   void swap() {
-    std::swap(fibers, cpu::fibers); std::swap(warps, cpu::warps); std::swap(in_flight, cpu::in_flight); std::swap(block_idx, cpu::block_idx); std::swap(barriers, cpu::barriers);
+    std::swap(fibers, cpu::fibers); std::swap(warps, cpu::warps); std::swap(in_flight, cpu::in_flight); std::swap(block_idx, cpu::block_idx); std::swap(barriers, cpu::barriers); std::swap(turns, cpu::turns);
     std::swap(vote, block_vote); std::swap(vote_parity, block_vote_parity);
   }
 };
@@ -258,10 +266,10 @@ inline void run_together(const std::vector<std::vector<Grid>>& streams) {
       s.left = n_blocks;
     }
     Resident& r = *s.blocks[random() % n_blocks];
-    const int luck = random() % 4;                         // of each store to arrive now, in quarters
     r.swap();
-    if (!r.done && turn(g.block)) { r.done = true; s.left--; }
-    deliver(false, [&](const Flight&) { return int(random() % 4) < luck; });
+    if (r.done) turns++;                                   // what it stored is still on its way
+    else if (turn(g.block)) { r.done = true; s.left--; }
+    if (!in_flight.empty()) deliver(false, [&](const Flight& f) { return f.due <= turns; });
     r.swap();
     if (s.left == 0) {
       for (auto& b : s.blocks) {

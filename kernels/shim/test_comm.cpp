@@ -17,7 +17,7 @@ struct World {
   std::vector<unsigned> poison;
   std::vector<CommRecord> record;
   int fault[8] = {}, fault_peer[8] = {};
-  World(int n, unsigned patience_us = 20'000'000) : n(n), patience_us(patience_us), poison(n, 0), record(n) {
+  World(int n, unsigned patience_us = 5'000'000) : n(n), patience_us(patience_us), poison(n, 0), record(n) {
     for (int r = 0; r < n; r++) {
       window.push_back((unsigned char*)std::aligned_alloc(4096, (COMM_WINDOW_BYTES + 4095) / 4096 * 4096));
       std::memset(window[r], 0, COMM_WINDOW_BYTES);
@@ -51,14 +51,15 @@ struct AllReduce {
   int n, rows, used, dim, blocks;
   bool bias, tap, norm;
   int n_rows;
-  std::vector<std::vector<bf16>> partial, x, tapped, normed;
-  std::vector<std::vector<float>> squares;
-  std::vector<bf16> x0, bias_values, norm_values;
+  std::vector<std::vector<bf16>> partial, tapped, normed;
+  std::vector<std::vector<float>> x, squares;
+  std::vector<float> x0;
+  std::vector<bf16> bias_values, norm_values;
   AllReduce(const char* kernel, int n, int rows, int used, int dim, int blocks) : kernel(kernel), n(n), rows(rows), used(used), dim(dim), blocks(blocks) {
     const uint32_t seed = below(1 << 20);
     bias = below(2); tap = below(2); norm = below(4) > 0; n_rows = used;
-    x0 = rounded(numbers(rows * dim, seed)); bias_values = rounded(numbers(dim, seed + 1)); norm_values = rounded(numbers(dim, seed + 2));
-    for (int i = 0; i < rows * dim; i += 5) x0[i] = __float2bfloat16(i % 2 ? 0.0f : -0.0f);
+    x0 = numbers(rows * dim, seed); bias_values = rounded(numbers(dim, seed + 1)); norm_values = rounded(numbers(dim, seed + 2));
+    for (int i = 0; i < rows * dim; i += 5) x0[i] = i % 2 ? 0.0f : -0.0f;
     for (int r = 0; r < n; r++) {
       auto v = numbers(rows * dim, seed + 3 + r);
       for (int i = 0; i < rows * dim; i++) { if (i % 3 == r % 3) v[i] = 0.0f; if (i % 5 == 0) v[i] = r % 2 ? 0.0f : -0.0f; if (i % 35 == 7) v[i] = INFINITY; }
@@ -83,8 +84,7 @@ struct AllReduce {
           float sum = 0;
           for (int s = 0; s < n; s++) sum += value(partial[s][i]);
           if (bias) sum += value(bias_values[c]);
-          float y = value(__float2bfloat16(value(x0[i]) + sum)) + 0.0f;
-          if (m >= used) y = value(x0[i]);
+          const float y = m < used ? x0[i] + (value(__float2bfloat16(sum)) + 0.0f) : x0[i];
           const bf16 want = __float2bfloat16(y);
           square[c] = y * y;
           auto differs = [&](const char* what, float got, float expected) {
@@ -92,7 +92,7 @@ struct AllReduce {
             std::snprintf(text, sizeof text, "%s of rank %d, row %d, column %d: %g, expected %g", what, r, m, c, got, expected);
             return std::string(text);
           };
-          if (!same_bits(&want, &x[r][i], 1)) return differs("x", value(x[r][i]), y);
+          if (!same_bits(&y, &x[r][i], 1)) return differs("x", x[r][i], y);
           if (m >= used) continue;
           if (tap && !same_bits(&want, &tapped[r][m * (dim + 16) + c], 1)) return differs("tap", value(tapped[r][m * (dim + 16) + c]), y);
           const bf16 scaled = __float2bfloat16(y * value(norm_values[c]));
@@ -177,6 +177,20 @@ static void mixed(int n, int length) {
   check(world.slots_are_zero(), "%d ranks,%s: a slot is not empty", n, story.c_str());
   for (int r = 1; r < n; r++)
     for (unsigned c = 0; c < COMM_CHANNELS; c++) check(same_bits(world.channel(0, c), world.channel(r, c), 4), "epochs of channel %u differ", c);
+}
+
+// Long runs of chunks inside one kernel, where only barrier and fence keep them apart.
+static void many_chunks() {
+  for (const char* kernel : {"all_reduce_push", "all_reduce_two_shot", "all_reduce_pull"})
+    for (int n : {2, 3}) {
+      World world(n);
+      AllReduce a(kernel, n, 60 * (std::strcmp(kernel, "all_reduce_two_shot") ? 1 : n), quick ? 6 : 60, 16 * 32, 1);
+      Launches launches(n);
+      for (int r = 0; r < n; r++) launches.add(r, kernel, 1, 64, a.params(r, world.ranks(r, 0)));
+      cpu::run_together(launches.of_rank);
+      const std::string w = a.wrong(n);
+      check(w.empty() && world.slots_are_zero(), "many chunks, %d ranks, %s: %s", n, kernel, w.c_str());
+    }
 }
 
 // What NCCL brought, added here.
@@ -268,6 +282,7 @@ int main() {
   missing();
   garbled();
   peers();
+  for (int round = 0; round < (quick ? 1 : 4); round++) many_chunks();
   for (int round = 0; round < (quick ? 1 : 5); round++)
     for (int n : {2, 3, 4, 8}) { seed_of_test = round * 100 + n; mixed(n, n == 8 ? 6 : 12); }
   return finish("comm");

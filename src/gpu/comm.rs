@@ -10,6 +10,7 @@ use crate::error::{internal, machine};
 use anyhow::{bail, ensure, Context, Result};
 use bytemuck::Zeroable;
 use std::cell::RefCell;
+use std::mem::ManuallyDrop;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -59,6 +60,9 @@ impl Rendezvous for Threads {
     fn all_gather(&self, rank: usize, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
         let mut meeting = self.lock();
         let round = meeting.round;
+        if let Some(why) = &meeting.failed {
+            return Err(stopped(rank, why));
+        }
         meeting.given[rank] = Some(mine.to_vec());
         if meeting.given.iter().all(Option::is_some) {
             meeting.taken = meeting.given.iter_mut().filter_map(Option::take).collect();
@@ -78,7 +82,7 @@ impl Rendezvous for Threads {
             meeting = self.changed.wait_timeout(meeting, left).unwrap_or_else(|e| e.into_inner()).0;
         }
         match &meeting.failed {
-            Some(why) if meeting.round == round => Err(machine(format!("rank {rank} waits for nothing: {why}"))),
+            Some(why) if meeting.round == round => Err(stopped(rank, why)),
             _ => Ok(meeting.taken.clone()),
         }
     }
@@ -87,6 +91,10 @@ impl Rendezvous for Threads {
         self.lock().failed.get_or_insert_with(|| why.to_string());
         self.changed.notify_all();
     }
+}
+
+fn stopped(rank: usize, why: &str) -> anyhow::Error {
+    machine(format!("rank {rank} stopped: {why}"))
 }
 
 /// How partial sums travel. All but the last give the same bits.
@@ -206,7 +214,7 @@ pub struct Link {
     steps: RefCell<Vec<String>>,
     poison: Arc<Mutex<Option<PoisonWord>>>,
     record: Pinned<CommRecord>,
-    _window: Memory,
+    window: ManuallyDrop<Memory>,
     gpu: Gpu,
 }
 
@@ -295,7 +303,7 @@ impl Link {
             steps: RefCell::default(),
             poison: Arc::new(Mutex::new(Some(poison))),
             record,
-            _window: window,
+            window: ManuallyDrop::new(window),
             gpu: gpu.clone(),
         };
         link.reset()?;
@@ -306,9 +314,9 @@ impl Link {
     pub fn reset(&self) -> Result<()> {
         self.gpu.synchronize()?;
         self.barrier()?;
-        self.gpu.fill(self._window.at(0), 0, COMM_WINDOW_BYTES)?;
+        self.gpu.fill(self.window.at(0), 0, COMM_WINDOW_BYTES)?;
         for channel in 0..COMM_CHANNELS {
-            let at = self._window.at(COMM_LINE_BYTES + channel * COMM_CHANNEL_BYTES);
+            let at = self.window.at(COMM_LINE_BYTES + channel * COMM_CHANNEL_BYTES);
             self.gpu.upload(&[self.options.last_epoch], at)?;
         }
         self.gpu.synchronize()?;
@@ -441,7 +449,7 @@ impl Link {
         Ok(())
     }
 
-    /// x = bf16(x + (sum of all ranks' partials + bias)), and what the next norm needs of it. `step` names it in errors.
+    /// x += bf16(sum of all ranks' partials + bias), and what the next norm needs of it. `step` names it in errors.
     pub fn all_reduce_norm(&self, step: &str, a: &AllReduce) -> Result<()> {
         self.all_reduce_with(self.choice(a.rows, a.dim), step, a)
     }
@@ -535,9 +543,13 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        // Another rank may still load from this window: it goes when all have ended, or one has failed. Errors were reported where they happened.
-        let _ = self.gpu.synchronize();
-        let _ = self.barrier();
+        // Another rank may still load from this window: it is freed when all have ended. When one has failed nobody knows, and the process ends: it stays.
+        // A rank that fails tells the rendezvous first, or the others would wait here. Errors were reported where they happened.
+        let ended = self.gpu.synchronize().and_then(|()| self.barrier()).is_ok();
         *self.poison.lock().unwrap_or_else(|e| e.into_inner()) = None;
+        if ended {
+            // Sound: it is not used again.
+            unsafe { ManuallyDrop::drop(&mut self.window) };
+        }
     }
 }

@@ -323,8 +323,8 @@ impl Machine {
         for &pass in &passes {
             self.launcher(pass, last, *choices.last().expect("never empty")).run()?;
             self.passes += has_record(pass) as u32;
+            self.settle()?;
         }
-        self.settle()?;
         self.meet()?;
         for pass in passes {
             // Only decode attention has a grid that depends on the context.
