@@ -609,7 +609,7 @@ fn session(dir: &Path, drafter: bool, ngram: bool, draft_tokens: Option<usize>) 
         context: Some(2048),
         no_mmap: false,
         weights: None,
-        draft: Some(Draft { dir: drafter.then(|| DRAFTER.into()), ngram }),
+        draft: Some(Draft { dir: drafter.then(|| DRAFTER.into()), mtp: false, ngram }),
         draft_tokens,
         gpus: vec![],
         tp: None,

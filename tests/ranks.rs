@@ -2,11 +2,17 @@
 //! against the reference and each other, with the kernels compiled by g++ (scripts/shim.sh) and collectives that run together.
 #[path = "support/drafter.rs"]
 mod drafter;
+#[path = "support/experts.rs"]
+mod experts;
+#[path = "support/quantised.rs"]
+mod quantised;
 #[path = "support/ranks.rs"]
 mod ranks;
 mod support;
 
 use drafter::tiny_llama_drafter;
+use experts::write_tiny8;
+use quantised::Scheme;
 use ranks::{compute_alike, ids, open, tiny3, tiny8};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -23,6 +29,7 @@ use volley::gpu::shim::Shim;
 use volley::gpu::weights::{Layout, Source};
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
+use volley::model::draft::DraftModel;
 use volley::model::plan::{Pass, Ranks, Step};
 use volley::model::weights::{claim, vocab_rows, Table};
 
@@ -74,6 +81,58 @@ fn ranks_compute_what_one_computes() {
             }
         }
     }
+}
+
+/// Heads, experts and the shared expert are divided, the latents are not; drafting by the model's own layer changes no text on any number of ranks.
+#[test]
+fn ranks_of_models_with_experts_compute_what_one_computes() {
+    let tiny = |name: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny").join(name);
+    let made: Vec<tempfile::TempDir> = [None, Some(Scheme::Fp8Block(32, 32)), Some(Scheme::Int4(32))]
+        .into_iter()
+        .map(|scheme| {
+            let dir = tempfile::tempdir().unwrap();
+            write_tiny8(dir.path(), scheme);
+            dir
+        })
+        .collect();
+    let eights: Vec<(PathBuf, &[usize])> = made.iter().map(|dir| (dir.path().to_path_buf(), &[2, 4, 8][..])).collect();
+    for (dir, counts) in
+        eights.into_iter().chain([(tiny("deepseek_v3"), &[2, 4][..]), (tiny("qwen3_moe"), &[2, 4]), (tiny("kimi_k25_int4"), &[2])])
+    {
+        let vocab = Config::open(&dir).unwrap().vocab as u32;
+        let tokens: Vec<u32> = ids(20).into_iter().map(|id| id % vocab).collect();
+        let logits = |count: usize| {
+            let mut reference = reference(&dir, count);
+            reference.run(Pass::Prefill { rows: 64 }, &tokens[..13], 0, &mut |_, _, _| {}).unwrap();
+            reference.run(Pass::Verify { width: 7 }, &tokens[13..], 13, &mut |_, _, _| {}).unwrap();
+            reference.logits(7).to_vec()
+        };
+        let text = |count: usize, drafts: Option<usize>| {
+            let (config, weights) = open(&dir);
+            let checkpoint = Checkpoint::open(&dir, Read::Mmap).unwrap();
+            let drafter = drafts.map(|_| DraftModel::mtp(&Table::builtin().unwrap(), &config, &weights, &checkpoint).unwrap());
+            drafter.iter().for_each(|drafter| drafter.weights.load(&mut |_, _| {}).unwrap());
+            let drafting = Drafting { eagle: drafter.is_some(), fixed: drafts, ..Drafting::default() };
+            let reference = Reference::of_ranks(config, weights, 200, drafter, false, Ranks { rank: 0, count }).unwrap();
+            let mut engine = Engine::new(Box::new(reference), drafting).unwrap();
+            let sampling = Sampling { temperature: 2.0, seed: 5, ..Sampling::default() };
+            let request = Request { prompt: &tokens, sampling: &sampling, end_ids: &[], max_tokens: Some(24) };
+            engine.generate(&request, &mut |_: Event| Flow::Go).unwrap().tokens
+        };
+        let (one, expected) = (logits(1), text(1, None));
+        let spread = one.iter().fold(0f32, |m, x| m.max(x.abs()));
+        let drafts = (Config::open(&dir).unwrap().n_mtp_layers > 0).then_some(3);
+        for &count in counts {
+            let worst = one.iter().zip(logits(count)).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
+            assert!(spread > 0.5 && worst < 1e-5 * spread, "{} on {count} ranks: off by {worst}, up to {spread}", dir.display());
+            assert_eq!(text(count, None), expected, "{} on {count} ranks", dir.display());
+            assert_eq!(text(count, drafts), expected, "{} on {count} ranks, {drafts:?} drafts", dir.display());
+        }
+    }
+    let (config, weights) = open(&tiny("dsv3_fp8"));
+    let error = Reference::of_ranks(config, weights, 200, None, false, Ranks { rank: 0, count: 2 })
+        .and_then(|mut reference| reference.run(Pass::Verify { width: 1 }, &[7], 0, &mut |_, _, _| {}));
+    assert!(format!("{:#}", error.unwrap_err()).contains("cuts no block (fp8 e4m3 in blocks of 128 x 128)"));
 }
 
 #[test]

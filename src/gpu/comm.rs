@@ -449,7 +449,7 @@ impl Link {
         Ok(())
     }
 
-    /// x = bf16(x + (sum of all ranks' partials + bias)), and what the next norm needs of it. `step` names it in errors.
+    /// x += bf16(sum of all ranks' partials + bias), and what the next norm needs of it. `step` names it in errors.
     pub fn all_reduce_norm(&self, step: &str, a: &AllReduce) -> Result<()> {
         self.all_reduce_with(self.choice(a.rows, a.dim), step, a)
     }
