@@ -138,12 +138,12 @@ fn ranks_hold_every_check() {
             let name = format!("{name} on {count} ranks, {}", algorithm.map_or("auto", Algorithm::name));
             found.push((compute_alike(&name, &mut conductor, dir.path()), answers(&mut conductor)));
             let ids = |n| move || token_ids(n, 500);
-            hold_on_ranks(&name, &mut conductor, ids(256), |m, ids| check::widths(m, ids));
-            hold_on_ranks(&name, &mut conductor, ids(130), |m, ids| check::chunks(m, ids));
+            hold_on_ranks(&name, &mut conductor, ids(256), check::widths);
+            hold_on_ranks(&name, &mut conductor, ids(130), check::chunks);
             if algorithm.is_none() {
-                hold_on_ranks(&name, &mut conductor, ids(256), |m, ids| check::graphs(m, ids));
-                hold_on_ranks(&name, &mut conductor, ids(256), |m, ids| check::sampling(m, ids));
-                hold_on_ranks(&name, &mut conductor, ids(256), |m, ids| check::drafts(m, ids));
+                hold_on_ranks(&name, &mut conductor, ids(256), check::graphs);
+                hold_on_ranks(&name, &mut conductor, ids(256), check::sampling);
+                hold_on_ranks(&name, &mut conductor, ids(256), check::drafts);
                 hold_on_ranks(&name, &mut conductor, ids(256), |m, ids| check::speculation(m, ids, 40, false));
             }
         }
@@ -200,8 +200,8 @@ fn smollm2_on_three_ranks_is_as_near_to_f32_as_bf16_allows() {
     let (Some(_), Some(dir)) = (gpu(), smollm2()) else { return };
     let mut conductor = conductor(&dir, 3, 1024, None);
     near_the_goldens(&dir, &mut |ids, first| forced_on_ranks(&mut conductor, ids, first));
-    hold_on_ranks("SmolLM2", &mut conductor, || token_ids(1000, 49152), |m, ids| check::widths(m, ids));
-    hold_on_ranks("SmolLM2", &mut conductor, || token_ids(1000, 49152), |m, ids| check::sampling(m, ids));
+    hold_on_ranks("SmolLM2", &mut conductor, || token_ids(1000, 49152), check::widths);
+    hold_on_ranks("SmolLM2", &mut conductor, || token_ids(1000, 49152), check::sampling);
     hold_on_ranks("SmolLM2", &mut conductor, || token_ids(1000, 49152), |m, ids| check::speculation(m, ids, 100, false));
 }
 

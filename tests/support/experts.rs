@@ -25,7 +25,9 @@ pub fn write_tiny8(dir: &Path, scheme: Option<Scheme>) {
         .random("lm_head.weight", &[vocab, hidden])
         .random("model.norm.weight", &[hidden]);
     for layer in 0..4 {
-        let mut add = |name: &str, shape: &[usize]| drop(d.random(&format!("model.layers.{layer}.{name}.weight"), shape));
+        let mut add = |name: &str, shape: &[usize]| {
+            d.random(&format!("model.layers.{layer}.{name}.weight"), shape);
+        };
         add("input_layernorm", &[hidden]);
         add("post_attention_layernorm", &[hidden]);
         add("self_attn.q_a_proj", &[q_rank, hidden]);
