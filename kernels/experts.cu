@@ -6,6 +6,7 @@
 //   route         scores, groups, top-k, weights; and the list of work (params.h, ExpertWork)
 //   experts_up    silu(gate) * up. As linear.cu: a block takes a 16-row tile of one expert, its warps split K
 //   experts_down  a block owns 16 outputs of all rows; its warps take the experts in turn; sums meet in shared memory
+#include <type_traits>
 #include "format.cuh"
 #include "linear_row.cuh"
 #include "sample.cuh"
@@ -20,6 +21,8 @@ __device__ __forceinline__ void route_body(const RouteParams& p) {
   SHARED(float, score, [kExpertRows][kMaxExperts]);
   SHARED(unsigned short, chosen, [kExpertRows][kMaxChosen]);
   SHARED(unsigned, first_of_warp, [kRouteThreads / 32]);
+  SHARED(unsigned, wanting, [kMaxExperts]);
+  SHARED(unsigned char, slot_of, [kExpertRows][kMaxExperts]);
   pdl_wait();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int rows = max(0, min(p.n_rows ? *p.n_rows - p.first_row : p.rows, p.rows)), E = p.n_experts;
@@ -55,18 +58,22 @@ __device__ __forceinline__ void route_body(const RouteParams& p) {
       }
       kept = __ballot_sync(0xffffffffu, lane < p.n_groups && better < p.top_groups);
     }
-    // The k best: each turn the best of those behind the last one in the order of preference.
-    u64 last = ~0ull;
+    // The k best, one by one; a lane keeps the keys of experts lane, lane + 32, ..
+    u64 keys[kMaxExperts / 32];
+#pragma unroll
+    for (int i = 0; i < kMaxExperts / 32; i++) {
+      const int e = lane + i * 32;
+      keys[i] = e < E && (p.n_groups == 1 || kept >> e / group & 1) ? preference(biased(e), e) : 0;
+    }
     unsigned mine = 0;
     for (int i = 0; i < p.top_k; i++) {
-      u64 key = 0;
-      for (int e = lane; e < E; e += 32)
-        if (p.n_groups == 1 || kept >> e / group & 1) {
-          const u64 k = preference(biased(e), e);
-          if (k < last) key = larger(key, k);
-        }
-      last = warp_max(key);
-      if (lane == i) mine = id_of(last);
+      u64 best_key = 0;
+#pragma unroll
+      for (int j = 0; j < kMaxExperts / 32; j++) best_key = larger(best_key, keys[j]);
+      best_key = warp_max(best_key);
+#pragma unroll
+      for (int j = 0; j < kMaxExperts / 32; j++) if (keys[j] == best_key) keys[j] = 0;
+      if (lane == i) mine = id_of(best_key);
     }
     int place = 0;
     for (int i = 0; i < p.top_k; i++) place += __shfl_sync(0xffffffffu, mine, i) < mine;
@@ -81,17 +88,16 @@ __device__ __forceinline__ void route_body(const RouteParams& p) {
     if (lane < p.top_k) p.work->weight[row][lane] = __fmul_rn(__fdiv_rn(score[row][chosen[row][lane]], total), p.scale);
   }
   __syncthreads();
-  // Who wants expert `threadIdx.x`.
-  const int e = threadIdx.x;
-  const auto for_each_row = [&](auto f) {
-    if (e >= E) return;
-    for (int r = 0; r < rows; r++)
-      for (int i = 0; i < p.top_k; i++)
-        if (chosen[r][i] == e) f(r, i);
-  };
-  int n_rows = 0;
-  for_each_row([&](int, int) { n_rows++; });
-  const unsigned wanted = __ballot_sync(0xffffffffu, n_rows > 0);
+  // Who wants expert `threadIdx.x`: a bit for each row, and where it stands among that row's.
+  wanting[threadIdx.x] = 0;
+  __syncthreads();
+  if (row < rows && lane < p.top_k) {
+    atomicOr(&wanting[chosen[row][lane]], 1u << row);
+    slot_of[row][chosen[row][lane]] = (unsigned char)lane;
+  }
+  __syncthreads();
+  const unsigned by = wanting[threadIdx.x];
+  const unsigned wanted = __ballot_sync(0xffffffffu, by != 0);
   if (lane == 0) first_of_warp[warp] = __popc(wanted);
   __syncthreads();
   int at = __popc(wanted & ((1u << lane) - 1)), n = 0;
@@ -99,12 +105,16 @@ __device__ __forceinline__ void route_body(const RouteParams& p) {
     if (w < warp) at += first_of_warp[w];
     n += first_of_warp[w];
   }
-  if (n_rows > 0) {
+  if (by) {
     ExpertItem& item = p.work->item[at];
-    item.expert = e;
-    item.n = n_rows;
+    item.expert = threadIdx.x;
+    item.n = __popc(by);
     int j = 0;
-    for_each_row([&](int r, int i) { item.row[j] = (unsigned char)r; item.slot[j++] = (unsigned char)i; });
+    for (unsigned rest = by; rest; rest &= rest - 1, j++) {
+      const int r = __ffs(rest) - 1;
+      item.row[j] = (unsigned char)r;
+      item.slot[j] = slot_of[r][threadIdx.x];
+    }
   }
   if (threadIdx.x == 0) {
     p.work->n_routed = n;
@@ -119,42 +129,55 @@ __device__ __forceinline__ void route_body(const RouteParams& p) {
 }
 
 // ---- a warp's sum over blocks of K ----
-// For 16 rows of weights and the item's rows as columns: acc[c] of columns 8c .. 8c + 7. `weights` is the lane's first byte of the first block, `x[c]` its first
-// element, n_x[c] how many of its blocks have one. Blocks are added segment by segment: `flush` gets the sum of each.
-template <class F, int kColumns, int kAhead, class Flush>
-__device__ __forceinline__ void sum_blocks(const char* weights, const float* scales, const bf16* (&x)[kColumns], const int (&n_x)[kColumns], int n_blocks, int segment_blocks, int lane, Flush flush) {
-  typename F::Held held[kAhead];
-  uint4 in[kAhead][kColumns];
-  auto fetch = [&](int u, int ahead, int block) {   // block `block`, which is u + ahead behind the pointers
-    if (block >= n_blocks) return;
-    F::load(held[u], weights + (u + ahead) * F::kBlockBytes, scales + (u + ahead) * 2, lane);
+// Weights come through a ring of a warp's own in shared memory, filled by cp.async: many bytes in flight, few registers.
+constexpr int ring_bytes(int columns) { return columns == 1 ? 3072 : 1536; }
+template <class F, int kColumns> constexpr int kRingBlocks = ring_bytes(kColumns) / F::kBlockBytes > 8 ? 8 : ring_bytes(kColumns) / F::kBlockBytes;
+template <class F, int kColumns> __device__ __forceinline__ void copy_block(char* ring, const char* weights, int block, int n_blocks, int lane) {
+  if (block < n_blocks) {
+    const char* from = weights + (size_t)block * F::kBlockBytes;
+    char* to = ring + block % kRingBlocks<F, kColumns> * F::kBlockBytes;
 #pragma unroll
-    for (int c = 0; c < kColumns; c++)
-      in[u][c] = block < n_x[c] ? load_activations(reinterpret_cast<const uint4*>(x[c] + (u + ahead) * 32)) : make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < F::kBlockBytes; i += 512)
+      if (i + lane * 16 < F::kBlockBytes) copy_async(to + i + lane * 16, from + i + lane * 16);
+  }
+  copy_async_commit();
+}
+// For 16 rows of weights and the item's rows as columns: acc[c] of columns 8c .. 8c + 7. `weights` is the first block, x[c] the lane's first element, n_x[c] how many of
+// its blocks have one. Blocks are added segment by segment: `flush` gets the sum of each.
+template <class F, int kColumns, class Flush>
+__device__ __forceinline__ void sum_blocks(char* ring, const char* weights, const float* scales, const bf16* (&x)[kColumns], const int (&n_x)[kColumns], int n_blocks, int segment_blocks, int lane, Flush flush) {
+  constexpr int kBlocks = kRingBlocks<F, kColumns>;
+#pragma unroll
+  for (int block = 0; block < kBlocks; block++) copy_block<F, kColumns>(ring, weights, block, n_blocks, lane);
+  uint4 next[kColumns];
+  auto fetch_x = [&](int block) {
+#pragma unroll
+    for (int c = 0; c < kColumns; c++) next[c] = block < n_x[c] ? load_activations(reinterpret_cast<const uint4*>(x[c] + block * 32)) : make_uint4(0, 0, 0, 0);
   };
-#pragma unroll
-  for (int u = 0; u < kAhead; u++) fetch(u, 0, u);
+  fetch_x(0);
   float acc[kColumns][4] = {};
   int left = segment_blocks;
-#pragma unroll 1
-  for (int b0 = 0; b0 < n_blocks; b0 += kAhead) {
+#pragma unroll 2
+  for (int block = 0; block < n_blocks; block++) {
+    typename F::Held held;
+    if constexpr (std::is_same<F, Fp8>::value) F::load_scales(held, scales + block * 2);
+    copy_async_wait<kBlocks - 1>();
+    __syncwarp();
+    F::read(held, ring + block % kBlocks * F::kBlockBytes, lane);
+    uint4 in[kColumns];
 #pragma unroll
-    for (int u = 0; u < kAhead; u++) {
-      if (b0 + u >= n_blocks) break;
+    for (int c = 0; c < kColumns; c++) in[c] = next[c];
+    fetch_x(block + 1);
+    __syncwarp();
+    copy_block<F, kColumns>(ring, weights, block + kBlocks, n_blocks, lane);
 #pragma unroll
-      for (int c = 0; c < kColumns; c++) F::multiply(acc[c], held[u], in[u][c]);
-      fetch(u, kAhead, b0 + u + kAhead);
-      if (--left == 0 || b0 + u + 1 == n_blocks) {
-        flush(acc);
+    for (int c = 0; c < kColumns; c++) F::multiply(acc[c], held, in[c]);
+    if (--left == 0 || block + 1 == n_blocks) {
+      flush(acc);
 #pragma unroll
-        for (int c = 0; c < kColumns; c++) acc[c][0] = acc[c][1] = acc[c][2] = acc[c][3] = 0;
-        left = segment_blocks;
-      }
+      for (int c = 0; c < kColumns; c++) acc[c][0] = acc[c][1] = acc[c][2] = acc[c][3] = 0;
+      left = segment_blocks;
     }
-    weights += kAhead * F::kBlockBytes;
-    scales += kAhead * 2;
-#pragma unroll
-    for (int c = 0; c < kColumns; c++) x[c] += kAhead * 32;
   }
 }
 
@@ -163,8 +186,8 @@ template <int kColumns> struct UpShared {
   float4 partial[32][kColumns][32];   // by segment, and lane as linear.cu lays them
   float inverse[kExpertRows];
 };
-template <class F, int kColumns, int kAhead>
-__device__ __forceinline__ void up_tile(const ExpertParams& p, const ExpertMatrix& m, const ExpertItem& item, int tile, UpShared<kColumns>& shared) {
+template <class F, int kColumns>
+__device__ __forceinline__ void up_tile(char* ring, const ExpertParams& p, const ExpertMatrix& m, const ExpertItem& item, int tile, UpShared<kColumns>& shared) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int k_blocks = k_blocks_of(p.k), segment_blocks = segment_blocks_of(k_blocks), n_segments = (k_blocks + segment_blocks - 1) / segment_blocks;
   const int segments_a_warp = (n_segments + kExpertWarps - 1) / kExpertWarps, first = warp * segments_a_warp * segment_blocks;
@@ -179,9 +202,9 @@ __device__ __forceinline__ void up_tile(const ExpertParams& p, const ExpertMatri
   }
   const int expert = max(item.expert, 0);
   const size_t block = (size_t)tile * k_blocks + first;
-  const char* weights = reinterpret_cast<const char*>(m.weights) + expert * m.bytes + block * F::kBlockBytes + lane * F::kLaneBytes;
+  const char* weights = reinterpret_cast<const char*>(m.weights) + expert * m.bytes + block * F::kBlockBytes;
   int segment = warp * segments_a_warp;
-  sum_blocks<F, kColumns, kAhead>(weights, m.tile_scales + (size_t)expert * m.scales + block * 2, x, n_x, n_mine, segment_blocks, lane, [&](float (&acc)[kColumns][4]) {
+  sum_blocks<F, kColumns>(ring, weights, m.tile_scales + (size_t)expert * m.scales + block * 2, x, n_x, n_mine, segment_blocks, lane, [&](float (&acc)[kColumns][4]) {
 #pragma unroll
     for (int c = 0; c < kColumns; c++) store_shared(shared_address(&shared.partial[segment][c][t * 8 + ((g + 2 * t) & 7)]), acc[c]);
     segment++;
@@ -206,8 +229,10 @@ template <class Routed, class Common, int kColumns>
 __device__ __forceinline__ void experts_up(const ExpertParams& p) {
   SHARED(UpShared<kColumns>, shared, );
   SHARED(ExpertItem, item, );
+  SHARED(char, rings, [kExpertWarps][ring_bytes(kColumns)]);
   pdl_launch_dependents();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  char* ring = rings[warp];
   pdl_wait();
   for (int row = warp; row < p.rows; row += kExpertWarps) {   // 1/rms of each row
     const float* squares = p.squares + (size_t)row * (p.k / 16);
@@ -224,15 +249,15 @@ __device__ __forceinline__ void experts_up(const ExpertParams& p) {
     const int i = routed ? group / tiles : n_routed;
     if (threadIdx.x < sizeof(ExpertItem) / 4) reinterpret_cast<int*>(&item)[threadIdx.x] = reinterpret_cast<const int*>(&p.work->item[i])[threadIdx.x];
     __syncthreads();
-    if (routed) up_tile<Routed, kColumns, Routed::kAhead / kColumns>(p, p.routed, item, group % tiles, shared);
-    else up_tile<Common, kColumns, Common::kAhead / kColumns>(p, p.shared, item, group - n_routed * tiles, shared);
+    if (routed) up_tile<Routed, kColumns>(ring, p, p.routed, item, group % tiles, shared);
+    else up_tile<Common, kColumns>(ring, p, p.shared, item, group - n_routed * tiles, shared);
   }
 }
 
 // ---- experts_down ----
 constexpr int kSlots = kMaxChosen + 1;
-template <class F, int kColumns, int kAhead>
-__device__ __forceinline__ void down_item(const ExpertParams& p, const ExpertMatrix& m, const ExpertItem& item, int tile, float (*sums)[16]) {
+template <class F, int kColumns>
+__device__ __forceinline__ void down_item(char* ring, const ExpertParams& p, const ExpertMatrix& m, const ExpertItem& item, int tile, float (*sums)[16]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int k_blocks = k_blocks_of(m.dim), expert = max(item.expert, 0);
   const bf16* x[kColumns];
@@ -244,9 +269,9 @@ __device__ __forceinline__ void down_item(const ExpertParams& p, const ExpertMat
     n_x[c] = wanted ? (m.dim - 8 * t + 31) >> 5 : 0;
   }
   const size_t block = (size_t)tile * k_blocks;
-  const char* weights = reinterpret_cast<const char*>(m.weights) + expert * m.bytes + block * F::kBlockBytes + lane * F::kLaneBytes;
+  const char* weights = reinterpret_cast<const char*>(m.weights) + expert * m.bytes + block * F::kBlockBytes;
   float total[kColumns][4] = {};
-  sum_blocks<F, kColumns, kAhead>(weights, m.tile_scales + (size_t)expert * m.scales + block * 2, x, n_x, k_blocks, segment_blocks_of(k_blocks), lane, [&](float (&acc)[kColumns][4]) {
+  sum_blocks<F, kColumns>(ring, weights, m.tile_scales + (size_t)expert * m.scales + block * 2, x, n_x, k_blocks, segment_blocks_of(k_blocks), lane, [&](float (&acc)[kColumns][4]) {
 #pragma unroll
     for (int c = 0; c < kColumns; c++)
 #pragma unroll
@@ -264,6 +289,7 @@ __device__ __forceinline__ void down_item(const ExpertParams& p, const ExpertMat
 template <class Routed, class Common, int kColumns>
 __device__ __forceinline__ void experts_down(const ExpertParams& p) {
   SHARED(float, sums, [kColumns * 8 * kSlots][16]);
+  SHARED(char, rings, [kExpertWarps][ring_bytes(kColumns)]);
   pdl_launch_dependents();
   const int warp = threadIdx.x >> 5;
   pdl_wait();
@@ -272,8 +298,8 @@ __device__ __forceinline__ void experts_down(const ExpertParams& p) {
   for (int tile = blockIdx.x; tile < p.n / 16; tile += gridDim.x) {
     for (int i = warp; i < n_items; i += kExpertWarps) {
       const ExpertItem& item = p.work->item[i];
-      if (i < n_routed) down_item<Routed, kColumns, Routed::kAhead / kColumns>(p, p.routed, item, tile, sums);
-      else down_item<Common, kColumns, Common::kAhead / kColumns>(p, p.shared, item, tile, sums);
+      if (i < n_routed) down_item<Routed, kColumns>(rings[warp], p, p.routed, item, tile, sums);
+      else down_item<Common, kColumns>(rings[warp], p, p.shared, item, tile, sums);
     }
     __syncthreads();
     // Thread: row, and output n of the tile.
@@ -312,7 +338,7 @@ KERNEL(route, RouteParams, kRouteThreads, 1) { route_body(p); }
   KERNEL(experts_up_m8_##routed##_##shared, ExpertParams, kExpertThreads, 3) { experts_up<Routed, Shared, 1>(p); }                 \
   KERNEL(experts_up_m16_##routed##_##shared, ExpertParams, kExpertThreads, 3) { experts_up<Routed, Shared, 2>(p); }                \
   KERNEL(experts_down_m8_##routed##_##shared, ExpertParams, kExpertThreads, 3) { experts_down<Routed, Shared, 1>(p); }             \
-  KERNEL(experts_down_m16_##routed##_##shared, ExpertParams, kExpertThreads, 3) { experts_down<Routed, Shared, 2>(p); }
+  KERNEL(experts_down_m16_##routed##_##shared, ExpertParams, kExpertThreads, 2) { experts_down<Routed, Shared, 2>(p); }
 EXPERTS(bf16, bf16, Bf16, Bf16)
 EXPERTS(fp8, fp8, Fp8, Fp8)
 EXPERTS(int4, bf16, Int4, Bf16)

@@ -13,12 +13,17 @@
 namespace {
 
 struct Bf16 {
-  static constexpr int kBlockBytes = 1024, kLaneBytes = 16, kAhead = 2;   // kAhead: blocks in flight of a lane with one column, as registers allow
+  static constexpr int kBlockBytes = 1024, kLaneBytes = 16;
   struct Held { uint4 w[2]; };
   // `at` is the lane's first byte of a block of the tile.
   static __device__ __forceinline__ void load(Held& held, const char* at, const float*, int) {
     held.w[0] = load_weights(reinterpret_cast<const uint4*>(at));
     held.w[1] = load_weights(reinterpret_cast<const uint4*>(at) + 32);
+  }
+  // The same from a copy of the block in shared memory.
+  static __device__ __forceinline__ void read(Held& held, const char* block, int lane) {
+    held.w[0] = *reinterpret_cast<const uint4*>(block + lane * 16);
+    held.w[1] = *reinterpret_cast<const uint4*>(block + 512 + lane * 16);
   }
   // acc += the block's weights times `in`.
   static __device__ __forceinline__ void multiply(float (&acc)[4], const Held& held, const uint4& in) {
@@ -41,12 +46,14 @@ __device__ __forceinline__ uint32_t fp8_pair(uint32_t word, uint32_t selector) {
   return bf16x2_mul((x & 0x7f007f00u) >> 4 | (x & 0x80008000u), 0x7b807b80u);
 }
 template <bool kScaled> struct Fp8Of {
-  static constexpr int kBlockBytes = 512, kLaneBytes = 16, kAhead = 2;
+  static constexpr int kBlockBytes = 512, kLaneBytes = 16;
   struct Held { uint4 w; uint2 scales; };
   static __device__ __forceinline__ void load(Held& held, const char* at, const float* scales, int) {
     held.w = load_weights(reinterpret_cast<const uint4*>(at));
-    if (kScaled) held.scales = load_weights(reinterpret_cast<const uint2*>(scales));
+    if (kScaled) load_scales(held, scales);
   }
+  static __device__ __forceinline__ void load_scales(Held& held, const float* scales) { held.scales = load_weights(reinterpret_cast<const uint2*>(scales)); }
+  static __device__ __forceinline__ void read(Held& held, const char* block, int lane) { held.w = *reinterpret_cast<const uint4*>(block + lane * 16); }
   static __device__ __forceinline__ void multiply(float (&acc)[4], const Held& held, const uint4& in) {
     constexpr uint32_t kLow = 0x1404, kHigh = 0x3424;
     const uint4 a = make_uint4(fp8_pair(held.w.x, kLow), fp8_pair(held.w.z, kLow), fp8_pair(held.w.x, kHigh), fp8_pair(held.w.z, kHigh));
@@ -66,11 +73,15 @@ typedef Fp8Of<true> Fp8;
 typedef Fp8Of<false> Fp8Rows;   // one scale a row, applied to its whole sum
 
 struct Int4 {
-  static constexpr int kBlockBytes = 288, kLaneBytes = 8, kAhead = 2;
+  static constexpr int kBlockBytes = 288, kLaneBytes = 8;
   struct Held { uint2 w; uint32_t scales; };
   static __device__ __forceinline__ void load(Held& held, const char* at, const float*, int lane) {
     held.w = load_weights(reinterpret_cast<const uint2*>(at));
     held.scales = load_weights(reinterpret_cast<const uint32_t*>(at + 256 - lane * 8 + (lane >> 2) * 4));
+  }
+  static __device__ __forceinline__ void read(Held& held, const char* block, int lane) {
+    held.w = *reinterpret_cast<const uint2*>(block + lane * 8);
+    held.scales = *reinterpret_cast<const uint32_t*>(block + 256 + (lane >> 2) * 4);
   }
   // 0x43 in the upper byte: 128 + the nibble.
   static __device__ __forceinline__ uint32_t pair(uint32_t word, int i) { return bf16x2_sub((word >> 4 * i & 0x000f000fu) | 0x43004300u, 0x43084308u); }
