@@ -130,8 +130,8 @@ __device__ __forceinline__ void route_body(const RouteParams& p) {
 
 // ---- a warp's sum over blocks of K ----
 // Weights come through a ring of a warp's own in shared memory, filled by cp.async: many bytes in flight, few registers.
-constexpr int ring_bytes(int columns) { return columns == 1 ? 3072 : 1536; }
-template <class F, int kColumns> constexpr int kRingBlocks = ring_bytes(kColumns) / F::kBlockBytes > 8 ? 8 : ring_bytes(kColumns) / F::kBlockBytes;
+template <int kColumns> constexpr int kRingBytes = kColumns == 1 ? 3072 : 1536;
+template <class F, int kColumns> constexpr int kRingBlocks = kRingBytes<kColumns> / F::kBlockBytes > 8 ? 8 : kRingBytes<kColumns> / F::kBlockBytes;
 template <class F, int kColumns> __device__ __forceinline__ void copy_block(char* ring, const char* weights, int block, int n_blocks, int lane) {
   if (block < n_blocks) {
     const char* from = weights + (size_t)block * F::kBlockBytes;
@@ -229,7 +229,7 @@ template <class Routed, class Common, int kColumns>
 __device__ __forceinline__ void experts_up(const ExpertParams& p) {
   SHARED(UpShared<kColumns>, shared, );
   SHARED(ExpertItem, item, );
-  SHARED(char, rings, [kExpertWarps][ring_bytes(kColumns)]);
+  SHARED(char, rings, [kExpertWarps][kRingBytes<kColumns>]);
   pdl_launch_dependents();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   char* ring = rings[warp];
@@ -289,7 +289,7 @@ __device__ __forceinline__ void down_item(char* ring, const ExpertParams& p, con
 template <class Routed, class Common, int kColumns>
 __device__ __forceinline__ void experts_down(const ExpertParams& p) {
   SHARED(float, sums, [kColumns * 8 * kSlots][16]);
-  SHARED(char, rings, [kExpertWarps][ring_bytes(kColumns)]);
+  SHARED(char, rings, [kExpertWarps][kRingBytes<kColumns>]);
   pdl_launch_dependents();
   const int warp = threadIdx.x >> 5;
   pdl_wait();
