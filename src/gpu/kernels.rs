@@ -591,6 +591,7 @@ impl Launcher<'_> {
             let buffer = plan.buffer(input.x);
             part[i] = LinearPart {
                 weights: matrix.parts[i].at,
+                scales: 0,
                 x: arena.buffer(plan, input.x),
                 squares: 0,
                 inv: 0,
