@@ -526,3 +526,35 @@ struct ExpertParams {
 };
 static_assert(sizeof(ExpertMatrix) == 32, "twin in Rust");
 static_assert(sizeof(ExpertParams) == 176, "twin in Rust");
+
+// ---- mla.cu ----
+// The chunks of a latent cache: 64 positions wide up to 2,048, 256 up to 16,384, 1,024 beyond. Absolute, so that bits depend on the position alone.
+__host__ __device__ inline int latent_chunk_of(int position) {
+  return position < 2048 ? position / 64 : position < 16384 ? 32 + (position - 2048) / 256 : 88 + (position - 16384) / 1024;
+}
+__host__ __device__ inline int latent_chunk_begin(int chunk) {
+  return chunk < 32 ? chunk * 64 : chunk < 88 ? 2048 + (chunk - 32) * 256 : 16384 + (chunk - 88) * 1024;
+}
+// All kernels of a layer's latent attention. Row i is at position *length + i, for i < min(*rows, max_rows). Heads are those of this rank.
+struct LatentParams {
+  const bf16* latents;     // [max_rows][latents_stride]: q_rank of queries, then kv_rank and rope_dim of keys and values, raw
+  const bf16* q;           // [max_rows][n_heads][nope_dim + rope_dim] raw
+  bf16* absorbed;          // [max_rows][n_heads][kv_rank + rope_dim]
+  bf16* attended;          // [max_rows][n_heads][kv_rank]
+  bf16* out;               // [max_rows][n_heads][v_dim]
+  bf16* cache;             // [capacity][kv_rank + rope_dim]
+  const uint4* w_uk;       // [n_heads] re-tiled [kv_rank / 16][nope_dim / 32][2][32]: the transposed rows of kv_b that make keys
+  const uint4* w_uv;       // [n_heads] re-tiled [v_dim / 16][kv_rank / 32][2][32]
+  const bf16* kv_norm;     // [kv_rank]
+  const float* inv_freq;   // [rope_dim / 2]
+  float* partials;         // [chunks of the captured context][max_rows * n_heads][kv_rank + 2]
+  const int* length;       // rows in the cache before this pass
+  const int* rows;
+  int q_rank, latents_stride, n_heads, kv_rank, nope_dim, rope_dim, v_dim;
+  int max_rows;            // at most 16
+  float scale;
+  float rope_factor;       // of cos and sin
+  float norm_eps;
+  int pad;
+};
+static_assert(sizeof(LatentParams) == 152, "twin in Rust");

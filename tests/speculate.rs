@@ -927,8 +927,10 @@ fn the_drafter_beside_a_model_is_used_and_changes_no_text() {
     let prompts = t0.0.path().join("prompts.jsonl");
     std::fs::write(&prompts, "{\"id\": 1, \"turns\": [\"abc\"]}\n{\"id\": 2, \"turns\": [\"the other\", \"b\"]}\n").unwrap();
     let prompts = prompts.to_str().unwrap();
-    let row = binary::on(t0_dir, "bench", &["--prompts", prompts, "-g", "30", "--json"], b"").expect(0).json().pop().unwrap();
-    assert_eq!(row["break_even_accept_length"].as_array().unwrap().len(), 7);
+    let mut rows = binary::on(t0_dir, "bench", &["--prompts", prompts, "-g", "30", "--json"], b"").expect(0).json();
+    let (cycle, row) = (rows.pop().unwrap(), rows.pop().unwrap());
+    assert_eq!(cycle["break_even_accept_length"].as_array().unwrap().len(), 7);
+    assert!(row["host_cpu_us_per_cycle"].as_f64().unwrap() > 0.0);
     assert!(row["plain_tokens_per_s"].as_f64().unwrap() > 0.0 && row["speculative_tokens_per_s"].as_f64().unwrap() > 0.0);
     let table = binary::on(t0_dir, "bench", &["--prompts", prompts, "-g", "30"], b"").expect(0);
     assert!(
