@@ -21,7 +21,7 @@ use volley::cmd::{answer, check, doctor, Device, Draft, ModelOptions, Session};
 use volley::cpu::Reference;
 use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling};
 use volley::error;
-use volley::gpu::comm::Algorithm;
+use volley::gpu::comm::{Algorithm, Fault, FaultKind};
 use volley::gpu::device::Gpu;
 use volley::gpu::machine::{Machine, Options};
 use volley::gpu::ranks::Conductor;
@@ -163,6 +163,52 @@ fn ranks_speculate_without_a_change() {
         let ids = || token_ids(256, 512);
         hold_on_ranks(&format!("{count} ranks"), &mut conductor, ids, |m, ids| check::speculation(m, ids, 60, true));
     }
+}
+
+/// Case O22: a rank that dies in the middle of an answer, and one whose words do not arrive at start, end all within 10 s with a line that names it.
+#[test]
+fn o22_ranks_fail_in_time() {
+    let Some(_) = gpu() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    tiny8().write(dir.path());
+    let check = |e: anyhow::Error, words: &[&str], start: std::time::Instant| {
+        let (line, took) = (format!("{e:#}"), start.elapsed());
+        println!("after {took:.2?}: {line}");
+        assert!(took.as_secs() < 10 && error::exit_code(&e) == error::MACHINE, "{line}");
+        assert!(words.iter().all(|word| line.contains(word)) && !line.contains('\n'), "{line}");
+    };
+    let mut both = conductor(dir.path(), 2, 256, None);
+    let answer = |both: &mut Conductor| {
+        let limits = Limits { end_ids: Vec::new(), max_tokens: 100, context: 256 };
+        both.begin(&token_ids(20, 500), 0, &Sampling::default(), &limits)?;
+        both.prefill(&token_ids(19, 500))?;
+        (0..10).try_for_each(|_| both.verify(1).and_then(|()| both.record().map(drop)))
+    };
+    answer(&mut both).unwrap();
+    // Rank 1 ends, and rank 0's graph waits on the GPU for what never comes.
+    let start = std::time::Instant::now();
+    let error = both.each("step 10", |machine| match machine.ranks().rank {
+        1 => Err(error::machine("killed")),
+        _ => machine.verify(1).and_then(|()| machine.record()),
+    });
+    check(error.err().unwrap(), &["rank 1 (GPU", "step 10, pass", "killed"], start);
+    drop(both);
+    assert!(start.elapsed().as_secs() < 10, "the end took {:?}", start.elapsed());
+    // Rank 0 leaves a pass out: the other waits for its words.
+    let mut both = conductor(dir.path(), 2, 256, None);
+    answer(&mut both).unwrap();
+    let start = std::time::Instant::now();
+    let error = both.each("step 11", |machine| match machine.ranks().rank {
+        0 => Ok(()),
+        _ => machine.verify(1).and_then(|()| machine.record().map(drop)),
+    });
+    check(error.err().unwrap(), &["rank 1 (GPU", "step 11, pass", "no data from rank 0"], start);
+    drop(both);
+    let start = std::time::Instant::now();
+    let mut silent = ranks::setup(one_more_gpu, dir.path(), 2, None, 256);
+    silent.collectives.link.fault = Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0 });
+    let error = Conductor::new(silent, one_more_gpu().unwrap(), &mut |_, _| {}).err().unwrap();
+    check(error, &["rank 0 (GPU", "load", "no data from rank 1"], start);
 }
 
 /// Normal exits are quick, one after the other, and give the memory back.

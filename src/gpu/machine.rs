@@ -104,7 +104,25 @@ impl Machine {
     /// One of several ranks: as many threads build theirs at the same time.
     pub fn of_rank(
         gpu: Gpu,
-        link: Option<Link>,
+        mut link: Option<Link>,
+        config: Config,
+        source: Source,
+        options: Options,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Machine> {
+        // The others learn of a failure before anything of this rank goes, which waits for them otherwise.
+        let fail = |link: &Option<Link>, e: &anyhow::Error| link.iter().for_each(|link| link.fail(&format!("{e:#}")));
+        let require_graphs = options.require_graphs;
+        let fail_capture = options.fail_capture;
+        let mut machine = Machine::build(gpu, &mut link, config, source, options, progress).inspect_err(|e| fail(&link, e))?;
+        machine.capture(require_graphs, fail_capture).inspect_err(|e| fail(&machine.link, e)).context("capture")?;
+        Ok(machine)
+    }
+
+    /// Everything but the graphs. The link stays where it is until nothing can fail.
+    fn build(
+        gpu: Gpu,
+        link: &mut Option<Link>,
         config: Config,
         source: Source,
         mut options: Options,
@@ -258,7 +276,7 @@ impl Machine {
         };
         let mut buckets: Vec<usize> = [2048, 16384].into_iter().filter(|&n| n < capacity).map(attention_chunks).collect();
         buckets.push(chunks);
-        let mut machine = Machine {
+        Ok(Machine {
             graphs: BTreeMap::new(),
             plans,
             context: options.context,
@@ -269,7 +287,6 @@ impl Machine {
             staging: gpu.pinned((4 * capacity).max(4 * config.vocab).max(1024))?,
             row_counts: gpu.pinned(4)?,
             ranks,
-            link,
             gpu,
             config,
             buckets,
@@ -281,9 +298,8 @@ impl Machine {
             lag: 0,
             counters: Counters::default(),
             timings,
-        };
-        machine.capture(&options).context("capture")?;
-        Ok(machine)
+            link: link.take(),
+        })
     }
 
     /// The kinds of choice that verify passes have graphs for.
@@ -313,7 +329,7 @@ impl Machine {
     }
 
     /// Every graph, after one eager run of every pass: first launches load code and must not fall into a capture.
-    fn capture(&mut self, options: &Options) -> Result<()> {
+    fn capture(&mut self, require_graphs: bool, fail_capture: fn(Pass) -> bool) -> Result<()> {
         let start = Instant::now();
         let choices = self.choices();
         self.meet()?;
@@ -333,14 +349,11 @@ impl Machine {
             let buckets = if decode { self.buckets.clone() } else { vec![last] };
             for (chunks, &choice) in buckets.into_iter().flat_map(|b| choices.iter().map(move |c| (b, c))) {
                 let launcher = self.launcher(pass, chunks, choice);
-                let captured = if (options.fail_capture)(pass) {
-                    Err(anyhow::anyhow!("refused by the test"))
-                } else {
-                    self.gpu.capture(|| launcher.run())
-                };
+                let captured =
+                    if fail_capture(pass) { Err(anyhow::anyhow!("refused by the test")) } else { self.gpu.capture(|| launcher.run()) };
                 let graph = match captured {
                     Ok(graph) => Some(graph),
-                    Err(e) if options.require_graphs => return Err(machine(format!("the graph of {pass:?} was not captured: {e:#}"))),
+                    Err(e) if require_graphs => return Err(machine(format!("the graph of {pass:?} was not captured: {e:#}"))),
                     Err(e) => {
                         eprintln!(
                             "warning: the graph of {pass:?} was not captured ({e:#}); it runs launch by launch, with the same tokens"
