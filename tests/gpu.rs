@@ -23,6 +23,7 @@ use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, L
 use volley::error;
 use volley::gpu::comm::Algorithm;
 use volley::gpu::device::Gpu;
+use volley::gpu::links::{Collectives, Measure};
 use volley::gpu::machine::{Machine, Options};
 use volley::gpu::ranks::Conductor;
 use volley::gpu::shim::Shim;
@@ -502,7 +503,7 @@ fn smollm2_cycle_has_no_gap() {
 /// Ranks that share the GPU of `gpu()`.
 fn conductor(dir: &Path, count: usize, context: usize, algorithm: Option<Algorithm>) -> Conductor {
     let mut setup = ranks::setup(one_more_gpu, dir, count, None, context);
-    setup.collectives.algorithm = algorithm;
+    setup.collectives = Collectives { algorithm, measure: Measure::Anew, ..Collectives::default() };
     Conductor::new(setup, one_more_gpu().unwrap(), &mut |_, _| {}).unwrap()
 }
 
