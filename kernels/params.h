@@ -453,7 +453,7 @@ struct ExchangeParams {
 static_assert(sizeof(ExchangeParams) == 136, "twin in Rust");
 // peer_store, peer_load: word i of a pattern is {i, seed, i ^ seed, ~i}. peer_ping: a word goes to and fro between two ranks.
 struct PeerParams {
-  CommRanks comm;             // peer_ping: a pair of ranks, 0 and 1
+  CommRanks comm;             // a pair of ranks, 0 and 1; peer_store, peer_load: only for faults
   uint4* at;                  // [n], in any window
   unsigned long long n;
   unsigned long long* result; // pinned: words that were wrong (added to), or nanoseconds of all rounds

@@ -1,6 +1,7 @@
 //! Collectives through the Rust side, without a GPU: ranks are threads, kernels run under the shim (scripts/shim.sh), all ranks' blocks at once. With
 //! VOLLEY_GPUS=N on real ones, ranks spread over N GPUs.
-//! What the kernels compute is tested by kernels/shim/test_comm.cpp; here it is the meeting of ranks, launches, capture, and how failures end.
+//! What the kernels compute is tested by kernels/shim/test_comm.cpp; here it is the meeting of ranks, launches, capture, how failures end, and what the start
+//! finds out about links (links.rs).
 use half::bf16;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,6 +12,7 @@ use std::time::{Duration, Instant};
 use volley::error::{exit_code, machine, MACHINE};
 use volley::gpu::comm::{Algorithm, AllReduce, Choice, Exchange, Fault, FaultKind, Link, Options, Rendezvous, Threads};
 use volley::gpu::device::Gpu;
+use volley::gpu::links::{self, Collectives, Failed, Found, Measure, Pair, State, Tuned, TUNED_ROWS};
 use volley::gpu::shim::Shim;
 
 /// Built once per test run.
@@ -31,7 +33,7 @@ fn open(rank: usize) -> anyhow::Result<Gpu> {
 }
 
 /// Runs `body` as every rank, each in a thread with a GPU of its own; results by rank. When one fails, the others are told and poisoned.
-fn ranks<T: Send>(n: usize, options: Options, body: impl Fn(&Link, &Gpu) -> anyhow::Result<T> + Sync) -> Vec<anyhow::Result<T>> {
+fn ranks<T: Send>(n: usize, options: Options, body: impl Fn(&mut Link, &Gpu) -> anyhow::Result<T> + Sync) -> Vec<anyhow::Result<T>> {
     let meeting = Threads::new(n, Duration::from_secs(20));
     let poisons = Mutex::new(Vec::new());
     thread::scope(|scope| {
@@ -40,9 +42,9 @@ fn ranks<T: Send>(n: usize, options: Options, body: impl Fn(&Link, &Gpu) -> anyh
                 let (meeting, poisons, body) = (meeting.clone(), &poisons, &body);
                 scope.spawn(move || {
                     let gpu = open(rank)?;
-                    let link = Link::new(&gpu, rank, meeting.clone(), options)?;
+                    let mut link = Link::new(&gpu, rank, meeting.clone(), options)?;
                     poisons.lock().unwrap().push(link.poison());
-                    let done = body(&link, &gpu);
+                    let done = body(&mut link, &gpu);
                     if let Err(e) = &done {
                         meeting.fail(&format!("{e:#}"));
                         poisons.lock().unwrap().iter().for_each(|p| p.poison());
@@ -93,6 +95,7 @@ fn all_reduce(link: &Link, gpu: &Gpu, choices: &[Choice], rows: usize, dim: usiz
     Ok(results)
 }
 
+/// What the sums are added to.
 fn stream(n: usize) -> Vec<f32> {
     numbers(n, 9).iter().map(|x| x.to_f32() * 1.001).collect()
 }
@@ -162,7 +165,7 @@ fn gave_up(result: anyhow::Result<()>, parts: &[&str]) {
 
 #[test]
 fn dropped_words_are_missed_by_name() {
-    let fault = Fault { kind: FaultKind::Drop, rank: 1, peer: 2 };
+    let fault = Fault { kind: FaultKind::Drop, rank: 1, peer: 2, only: None };
     let options = Options { patience: Duration::from_millis(50), fault: Some(fault), ..Options::default() };
     for algorithm in [Algorithm::Push, Algorithm::Pull, Algorithm::TwoShot] {
         let mut results = ranks(3, options, |link, gpu| {
@@ -226,4 +229,128 @@ fn what_does_not_fit_is_refused() {
     })
     .into_iter()
     .for_each(|r| r.unwrap());
+}
+
+/// What all ranks found, which must be the same.
+fn alike<T: std::fmt::Debug>(results: Vec<anyhow::Result<T>>) -> T {
+    let mut all: Vec<T> = results.into_iter().map(|r| r.unwrap()).collect();
+    let lines: Vec<String> = all.iter().map(|found| format!("{found:?}")).collect();
+    assert!(lines.iter().all(|line| *line == lines[0]), "{lines:?}");
+    all.swap_remove(0)
+}
+
+fn planted(kind: FaultKind, only: Option<Algorithm>) -> Options {
+    Options { patience: Duration::from_millis(50), fault: Some(Fault { kind, rank: 1, peer: 2, only }), ..Options::default() }
+}
+
+#[test]
+fn the_probe_names_the_pair() {
+    for n in [2, 3] {
+        let pairs = alike(ranks(n, Options::default(), |link, gpu| {
+            let pairs = links::probe(link)?;
+            // It leaves empty windows behind.
+            let x = all_reduce(link, gpu, &[Choice { algorithm: Algorithm::Push, blocks: 2 }], 3, 64)?;
+            assert_eq!(x[0], expected(n, 3, 64));
+            Ok(pairs)
+        }));
+        assert_eq!(pairs.len(), n * (n - 1));
+        assert!(pairs.iter().all(|p| p.state() == State::SameGpu && p.store_rate > 0.0 && p.load_rate > 0.0), "{pairs:?}");
+    }
+    let there = (1, 2);
+    for (kind, off, words) in [
+        (FaultKind::Drop, &[there, (2, 1)][..], &["stores wrong", "loads wrong", "no answer to a ping"][..]),
+        (FaultKind::Zero, &[there], &["131072 of 131072 stores wrong", "131072 of 131072 loads wrong", "one way"]),
+        (FaultKind::Flip, &[there], &["131072 of 131072 stores wrong", "131072 of 131072 loads wrong", "one way"]),
+        (FaultKind::Stall, &[there, (2, 1)], &["stores ", "GB/s", "no answer to a ping"]),
+    ] {
+        let pairs = alike(ranks(3, planted(kind, None), |link, _| links::probe(link)));
+        let found: Vec<&Pair> = pairs.iter().filter(|p| p.state() == State::Off).collect();
+        assert_eq!(found.iter().map(|p| (p.from, p.to)).collect::<Vec<_>>(), off, "{kind:?}: {pairs:?}");
+        let line = found[0].to_string();
+        let named = ["rank 1 (GPU 0, shim) to rank 2 (GPU 0, shim): off: ", "IOMMU"];
+        assert!(words.iter().chain(&named).all(|word| line.contains(word)), "{kind:?}: {line}");
+    }
+}
+
+#[test]
+fn the_tuner_does_not_choose_what_is_wrong() {
+    let (rows, dim) = ([1, 4], 96);
+    let tune = |n: usize, options: Options| {
+        alike(ranks(n, options, |link, gpu| {
+            let found = links::tune(link, &rows, dim)?;
+            // Nothing is left of what failed.
+            let x = all_reduce(link, gpu, &[Choice { algorithm: Algorithm::Pull, blocks: 2 }], 2, dim)?;
+            assert_eq!(x[0], expected(n, 2, dim));
+            Ok(found)
+        }))
+    };
+    let algorithms = |tuned: &Tuned| tuned.times.iter().map(|(choice, _)| choice.algorithm).collect::<Vec<_>>();
+    use Algorithm::{Pull, Push, TwoShot};
+    for n in [2, 3] {
+        let (tuned, failed) = tune(n, Options::default());
+        assert_eq!(tuned.iter().map(|t| t.rows).collect::<Vec<_>>(), rows);
+        for t in &tuned {
+            let fastest = t.times.iter().min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
+            assert!(algorithms(t) == [Push, Pull, TwoShot] && t.choice == fastest.0 && fastest.1 > 0.0, "{t}");
+        }
+        assert!(failed.is_empty(), "{failed:?}");
+    }
+    for (kind, wrong, words) in [
+        (FaultKind::Flip, Push, "rank 2 (GPU 0): 96 of 96 sums are wrong, first row 0 column 0: expected "),
+        (FaultKind::Drop, TwoShot, "rank 2 (GPU 0): no data from rank 1"),
+    ] {
+        let (tuned, failed): (Vec<Tuned>, Vec<Failed>) = tune(3, planted(kind, Some(wrong)));
+        assert!(failed.len() == 1 && failed[0].algorithm == wrong && failed[0].why.contains(words), "{failed:?}");
+        assert!(tuned.len() == 2 && tuned.iter().all(|t| t.choice.algorithm != wrong && !algorithms(t).contains(&wrong)), "{tuned:?}");
+    }
+}
+
+#[test]
+fn choices_are_remembered() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("volley/collectives.json");
+    let settle = |n: usize, hidden: usize, collectives: Collectives| -> Found {
+        alike(ranks(n, Options::default(), |link, _| {
+            let found = links::settle(link, &collectives, hidden)?;
+            found.tuned.iter().for_each(|t| assert_eq!(link.choice(t.rows, hidden), t.choice));
+            Ok(found)
+        }))
+    };
+    let cached = || Collectives { measure: Measure::Cached(path.clone()), ..Collectives::default() };
+    let first = settle(2, 32, cached());
+    assert!(!first.cached && first.pairs.len() == 2 && first.tuned.iter().map(|t| t.rows).eq(TUNED_ROWS), "{first:?}");
+    let again = settle(2, 32, cached());
+    assert!(again.cached && again.pairs.is_empty() && again.tuned == first.tuned, "{again:?}");
+    // Another size or number of ranks is another entry, which leaves the first as it is.
+    assert!(!settle(2, 48, cached()).cached && !settle(3, 32, cached()).cached);
+    assert_eq!(settle(2, 32, cached()).tuned, first.tuned);
+    let probed = settle(2, 32, Collectives { require_p2p: true, ..cached() });
+    assert!(probed.cached && probed.pairs.len() == 2, "{probed:?}");
+    // Doctor does not look; nobody looks where the algorithm is forced.
+    assert!(!settle(2, 32, Collectives { measure: Measure::Anew, ..cached() }).cached);
+    let forced = settle(2, 32, Collectives { algorithm: Some(Algorithm::Pull), ..cached() });
+    assert!(forced.tuned.is_empty() && forced.pairs.is_empty(), "{forced:?}");
+    let whole = std::fs::read_to_string(&path).unwrap();
+    // The last one has a choice that no launch would take.
+    for damaged in [&whole[..whole.len() / 2], "[]", &whole.replace("\"blocks\": ", "\"blocks\": 10000")] {
+        std::fs::write(&path, damaged).unwrap();
+        assert!(!settle(2, 32, cached()).cached, "{damaged}");
+        assert!(settle(2, 32, cached()).cached, "it was not written again");
+    }
+}
+
+#[test]
+fn a_pair_that_is_off_ends_the_start_or_its_algorithm() {
+    let settle = |only, require_p2p| {
+        let collectives = Collectives { measure: Measure::Anew, require_p2p, ..Collectives::default() };
+        ranks(3, planted(FaultKind::Zero, only), move |link, _| links::settle(link, &collectives, 64))
+    };
+    for (require_p2p, words) in [(true, "--require-p2p: "), (false, "words between ranks: rank 2: wrong ones arrived; ")] {
+        for result in settle(None, require_p2p) {
+            gave_up(result.map(drop), &[words, "rank 1 (GPU 0, shim) to rank 2 (GPU 0, shim): off", "stores wrong"]);
+        }
+    }
+    let found = alike(settle(Some(Algorithm::Push), true));
+    assert!(found.failed.len() == 1 && found.failed[0].algorithm == Algorithm::Push, "{found:?}");
+    assert!(found.tuned.iter().map(|t| t.rows).eq(TUNED_ROWS), "{found:?}");
 }

@@ -23,6 +23,7 @@ use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, L
 use volley::error;
 use volley::gpu::comm::{Algorithm, Fault, FaultKind};
 use volley::gpu::device::Gpu;
+use volley::gpu::links::{Collectives, Measure};
 use volley::gpu::machine::{Machine, Options};
 use volley::gpu::ranks::Conductor;
 use volley::gpu::shim::Shim;
@@ -205,9 +206,9 @@ fn o22_ranks_fail_in_time() {
     check(error.err().unwrap(), &["rank 1 (GPU", "step 11, pass", "no data from rank 0"], start);
     drop(both);
     let start = std::time::Instant::now();
-    let mut silent = ranks::setup(one_more_gpu, dir.path(), 2, None, 256);
-    silent.collectives.link.fault = Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0 });
-    let error = Conductor::new(silent, one_more_gpu().unwrap(), &mut |_, _| {}).err().unwrap();
+    let mut silent = ranks::setup(one_more_gpu, gpus(), dir.path(), 2, None, 256);
+    silent.collectives.link.fault = Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0, only: None });
+    let error = Conductor::new(silent, one_more_gpu(0).unwrap(), &mut |_, _| {}).err().unwrap();
     check(error, &["rank 0 (GPU", "load", "no data from rank 1"], start);
 }
 
@@ -548,7 +549,7 @@ fn smollm2_cycle_has_no_gap() {
 /// Ranks that share the GPU of `gpu()`.
 fn conductor(dir: &Path, count: usize, context: usize, algorithm: Option<Algorithm>) -> Conductor {
     let mut setup = ranks::setup(one_more_gpu, gpus(), dir, count, None, context);
-    setup.collectives.algorithm = algorithm;
+    setup.collectives = Collectives { algorithm, measure: Measure::Anew, ..Collectives::default() };
     Conductor::new(setup, one_more_gpu(0).unwrap(), &mut |_, _| {}).unwrap()
 }
 

@@ -22,9 +22,10 @@ use volley::cmd::check;
 use volley::cpu::Reference;
 use volley::decode::{Backend, Drafting, Engine, Event, Flow, Limits, Request, Sampling};
 use volley::error;
-use volley::gpu::comm::{self, Fault, FaultKind};
+use volley::gpu::comm::{self, Algorithm, Fault, FaultKind};
 use volley::gpu::device::Gpu;
-use volley::gpu::ranks::{Collectives, Conductor, Setup};
+use volley::gpu::links::{Collectives, Measure};
+use volley::gpu::ranks::{Conductor, Setup};
 use volley::gpu::shim::Shim;
 use volley::gpu::weights::{Layout, Source};
 use volley::model::checkpoint::{Checkpoint, Read};
@@ -228,6 +229,27 @@ fn drafts_change_the_passes_and_not_the_text() {
     println!("{}", conductor.each("check", |m| check::speculation(m, &ids(40), 5, true)).unwrap()[0]);
 }
 
+/// A way of adding sums that a link corrupts is not used, and the text is the same.
+#[test]
+fn a_wrong_algorithm_is_left_out() {
+    let dir = tempfile::tempdir().unwrap();
+    tiny8().write(dir.path());
+    let sampling = Sampling::default();
+    let request = Request { prompt: &ids(20), sampling: &sampling, end_ids: &[], max_tokens: Some(4) };
+    let answers = [None, Some(Fault { kind: FaultKind::Flip, rank: 1, peer: 0, only: Some(Algorithm::Push) })].map(|fault| {
+        let mut setup = setup(dir.path(), 2);
+        if fault.is_some() {
+            let link = comm::Options { fault, ..Default::default() };
+            setup.collectives = Collectives { measure: Measure::Anew, link, ..Default::default() };
+        }
+        let conductor = Conductor::new(setup, shim(), &mut |_, _| {}).unwrap();
+        let failed: Vec<Algorithm> = conductor.links.failed.iter().map(|f| f.algorithm).collect();
+        assert_eq!(failed, if fault.is_some() { vec![Algorithm::Push] } else { vec![] });
+        Engine::new(Box::new(conductor), Drafting::default()).unwrap().generate(&request, &mut |_: Event| Flow::Go).unwrap().tokens
+    });
+    assert_eq!(answers[0], answers[1]);
+}
+
 /// Each rank reads its part and no more: both together the whole file, and what they share once again.
 #[test]
 fn ranks_read_their_parts() {
@@ -269,7 +291,7 @@ fn o22_one_rank_fails() {
     let broken = Setup { open: Box::new(|_| Err(error::machine("it fell off the bus"))), ..setup(dir.path(), 2) };
     check(Conductor::new(broken, shim(), &mut |_, _| {}).err().unwrap(), &["rank 1 (GPU 0), load", "fell off the bus"], start);
     let start = std::time::Instant::now();
-    let link = comm::Options { fault: Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0 }), ..Default::default() };
+    let link = comm::Options { fault: Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0, only: None }), ..Default::default() };
     let silent = Setup { collectives: Collectives { link, ..Default::default() }, ..setup(dir.path(), 2) };
     let error = Conductor::new(silent, shim(), &mut |_, _| {}).err().unwrap();
     check(error, &["rank 0 (GPU 0), load", "no data from rank 1", "layers.0.o"], start);

@@ -14,7 +14,8 @@ use crate::cpu;
 use crate::decode::{Backend, Drafting, Engine, Sampling};
 use crate::error;
 pub use crate::gpu::comm::Algorithm;
-use crate::gpu::ranks::{Collectives, Conductor, Setup};
+use crate::gpu::links::{self, Collectives, Measure};
+use crate::gpu::ranks::{Conductor, Setup};
 use crate::gpu::{self, comm, machine, nccl, params::COMM_MAX_RANKS, weights::Source};
 use crate::model::checkpoint::{Checkpoint, Dtype, Read};
 use crate::model::config::Config;
@@ -256,6 +257,13 @@ impl Model {
                     let conductor =
                         Conductor::new(setup(options, gpus, config.clone(), weights.clone(), machine_options), gpu, &mut progress)?;
                     let timings = conductor.first().timings;
+                    let found = &conductor.links;
+                    found.bad_pairs().for_each(|pair| tell(format_args!("warning: {pair}")));
+                    found.failed.iter().for_each(|failed| tell(format_args!("warning: {failed}")));
+                    if verbose {
+                        let known = if found.cached { " (measured before)" } else { "" };
+                        found.tuned.iter().for_each(|tuned| tell(format_args!("sums of {tuned}{known}")));
+                    }
                     (Box::new(conductor), timings)
                 } else {
                     let machine = machine::Machine::new(gpu, config.clone(), source, machine_options, &mut progress)?;
@@ -339,10 +347,12 @@ fn gpus_for(asked: &[usize], tp: Option<usize>, per_gpu: usize) -> Result<Vec<us
 
 /// What all ranks are made of. Before their threads start: NCCL is set by the environment.
 fn setup(options: &ModelOptions, gpus: Vec<usize>, config: Config, weights: Option<Weights>, machine: machine::Options) -> Setup {
-    if options.collective.is_some_and(Algorithm::needs_nccl) {
+    if options.collective.is_none_or(Algorithm::needs_nccl) {
         let settings = nccl::configure(options.ranks_per_gpu > 1);
-        let shown: Vec<String> = settings.iter().map(|(name, value)| format!("{name}={value}")).collect();
-        tell(format_args!("NCCL: {}", shown.join(" ")));
+        if options.collective.is_some() || options.verbose > 0 {
+            let shown: Vec<String> = settings.iter().map(|(name, value)| format!("{name}={value}")).collect();
+            tell(format_args!("NCCL: {}", shown.join(" ")));
+        }
     }
     if options.collective == Some(Algorithm::NcclAllReduce) {
         tell(format_args!("warning: --collective nccl-allreduce: the text may depend on how many drafts are verified together"));
@@ -351,6 +361,7 @@ fn setup(options: &ModelOptions, gpus: Vec<usize>, config: Config, weights: Opti
         algorithm: options.collective,
         nccl: options.nccl.clone(),
         require_p2p: options.require_p2p,
+        measure: links::cache_path().map_or(Measure::Anew, Measure::Cached),
         link: comm::Options::default(),
     };
     let places = gpus.clone();
