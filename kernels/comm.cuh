@@ -197,7 +197,8 @@ __device__ __forceinline__ Sum collect(const CommRanks& c, Patience& patience, c
   return sum;
 }
 
-template <bool kFaulty> __device__ __forceinline__ void push(const AllReduceParams& p) {
+// Params: AllReduceParams, or what derives from it and has a `finish` of its own (bench/comm_bench.cu).
+template <bool kFaulty, class Params> __device__ __forceinline__ void push(const Params& p) {
   pdl_launch_dependents();   // a successor only loads its weights while this kernel waits
   pdl_wait();
   const CommRanks& c = p.comm;
@@ -232,7 +233,7 @@ template <bool kFaulty> __device__ __forceinline__ void push(const AllReducePara
   leave(c, epoch);
 }
 
-template <bool kFaulty> __device__ __forceinline__ void pull(const AllReduceParams& p) {
+template <bool kFaulty, class Params> __device__ __forceinline__ void pull(const Params& p) {
   pdl_launch_dependents();
   pdl_wait();
   const CommRanks& c = p.comm;
@@ -293,7 +294,7 @@ __device__ __forceinline__ Owned owned(int at, int rows, const Run& run, int ran
   return {owner, i, i / vectors, (run.first + first) * 16 + i % vectors * 8};
 }
 
-template <bool kFaulty> __device__ __forceinline__ void two_shot(const AllReduceParams& p) {
+template <bool kFaulty, class Params> __device__ __forceinline__ void two_shot(const Params& p) {
   pdl_launch_dependents();
   pdl_wait();
   const CommRanks& c = p.comm;
@@ -410,13 +411,16 @@ template <bool kFaulty> __device__ __forceinline__ void exchange(const ExchangeP
   leave(c, epoch);
 }
 
-// ---- what a pair of GPUs can do (src/gpu/comm.rs, probe) ----
+// ---- what a pair of GPUs can do (src/gpu/links.rs) ----
 __device__ __forceinline__ uint4 pattern(unsigned i, unsigned seed) { return make_uint4(i, seed, i ^ seed, ~i); }
-__device__ __forceinline__ void store_pattern(const PeerParams& p) {
+template <bool kFaulty> __device__ __forceinline__ void store_pattern(const PeerParams& p) {
   pdl_wait();
-  for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < p.n; i += (u64)gridDim.x * blockDim.x) store_system(p.at + i, pattern((unsigned)i, p.seed));
+  for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < p.n; i += (u64)gridDim.x * blockDim.x) {
+    uint4 v = pattern((unsigned)i, p.seed);
+    if (sends<kFaulty>(p.comm, 1 - p.comm.rank, v)) store_system(p.at + i, v);
+  }
 }
-__device__ __forceinline__ void load_pattern(const PeerParams& p) {
+template <bool kFaulty> __device__ __forceinline__ void load_pattern(const PeerParams& p) {
   pdl_wait();
   unsigned wrong = 0;
   const u64 stride = (u64)gridDim.x * blockDim.x;
@@ -427,13 +431,14 @@ __device__ __forceinline__ void load_pattern(const PeerParams& p) {
 #pragma unroll
     for (int u = 0; u < 4; u++) {
       const uint4 want = pattern((unsigned)(i + u * stride), p.seed);
-      wrong += i + u * stride < p.n && (v[u].x != want.x || v[u].y != want.y || v[u].z != want.z || v[u].w != want.w);
+      const bool came = sends<kFaulty>(p.comm, 1 - p.comm.rank, v[u]);
+      wrong += i + u * stride < p.n && (!came || v[u].x != want.x || v[u].y != want.y || v[u].z != want.z || v[u].w != want.w);
     }
   }
   if (wrong) atomicAdd(p.result, (u64)wrong);
 }
-// One thread a rank. Uses the flags of both buffers of channel 0, which must not hold numbers up to `rounds`.
-__device__ __forceinline__ void ping(const PeerParams& p) {
+// One thread a rank. Uses the flags of the first buffer of channel 0, which must be 0.
+template <bool kFaulty> __device__ __forceinline__ void ping(const PeerParams& p) {
   pdl_wait();
   if (threadIdx.x) return;
   const CommRanks& c = p.comm;
@@ -442,10 +447,12 @@ __device__ __forceinline__ void ping(const PeerParams& p) {
   const unsigned* own = flag_of(c, c.rank, 0, peer);
   Patience patience;
   u64 start = 0;
+  const bool sends = !kFaulty || c.fault != kFaultDrop;
+  stall<kFaulty>(c);
   for (unsigned i = 1; i <= (unsigned)p.rounds; i++) {
-    if (c.rank == 0) store_release_system(theirs, i);
+    if (c.rank == 0 && sends) store_release_system(theirs, i);
     wait_for_word(c, patience, own, i, peer, COMM_PHASE_PING, i);
-    if (c.rank == 1) store_release_system(theirs, i);
+    if (c.rank == 1 && sends) store_release_system(theirs, i);
     if (i == 1) start = global_timer();   // the first round waits for the other kernel to start
   }
   *p.result = patience.lost ? ~0ull : global_timer() - start;

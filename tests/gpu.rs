@@ -23,6 +23,7 @@ use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, L
 use volley::error;
 use volley::gpu::comm::{Algorithm, Fault, FaultKind};
 use volley::gpu::device::Gpu;
+use volley::gpu::links::{Collectives, Measure};
 use volley::gpu::machine::{Machine, Options};
 use volley::gpu::ranks::Conductor;
 use volley::gpu::shim::Shim;
@@ -158,8 +159,8 @@ fn ranks_speculate_without_a_change() {
     tiny8().set("vocab_size", 512).set("num_hidden_layers", 3).write(dir.path());
     let (config, weights) = model(dir.path());
     for count in [2, 8] {
-        let setup = ranks::setup(one_more_gpu, dir.path(), count, Some(tiny_llama_drafter(&config, &weights, true)), 256);
-        let mut conductor = Conductor::new(setup, one_more_gpu().unwrap(), &mut |_, _| {}).unwrap();
+        let setup = ranks::setup(one_more_gpu, gpus(), dir.path(), count, Some(tiny_llama_drafter(&config, &weights, true)), 256);
+        let mut conductor = Conductor::new(setup, one_more_gpu(0).unwrap(), &mut |_, _| {}).unwrap();
         let ids = || token_ids(256, 512);
         hold_on_ranks(&format!("{count} ranks"), &mut conductor, ids, |m, ids| check::speculation(m, ids, 60, true));
     }
@@ -205,9 +206,9 @@ fn o22_ranks_fail_in_time() {
     check(error.err().unwrap(), &["rank 1 (GPU", "step 11, pass", "no data from rank 0"], start);
     drop(both);
     let start = std::time::Instant::now();
-    let mut silent = ranks::setup(one_more_gpu, dir.path(), 2, None, 256);
-    silent.collectives.link.fault = Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0 });
-    let error = Conductor::new(silent, one_more_gpu().unwrap(), &mut |_, _| {}).err().unwrap();
+    let mut silent = ranks::setup(one_more_gpu, gpus(), dir.path(), 2, None, 256);
+    silent.collectives.link.fault = Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0, only: None });
+    let error = Conductor::new(silent, one_more_gpu(0).unwrap(), &mut |_, _| {}).err().unwrap();
     check(error, &["rank 0 (GPU", "load", "no data from rank 1"], start);
 }
 
@@ -547,15 +548,20 @@ fn smollm2_cycle_has_no_gap() {
 
 /// Ranks that share the GPU of `gpu()`.
 fn conductor(dir: &Path, count: usize, context: usize, algorithm: Option<Algorithm>) -> Conductor {
-    let mut setup = ranks::setup(one_more_gpu, dir, count, None, context);
-    setup.collectives.algorithm = algorithm;
-    Conductor::new(setup, one_more_gpu().unwrap(), &mut |_, _| {}).unwrap()
+    let mut setup = ranks::setup(one_more_gpu, gpus(), dir, count, None, context);
+    setup.collectives = Collectives { algorithm, measure: Measure::Anew, ..Collectives::default() };
+    Conductor::new(setup, one_more_gpu(0).unwrap(), &mut |_, _| {}).unwrap()
 }
 
-fn one_more_gpu() -> anyhow::Result<Gpu> {
+/// GPUs that ranks are spread over: $VOLLEY_GPUS, else one.
+fn gpus() -> usize {
+    std::env::var("VOLLEY_GPUS").map_or(1, |n| n.parse().expect("VOLLEY_GPUS is a number"))
+}
+
+fn one_more_gpu(ordinal: usize) -> anyhow::Result<Gpu> {
     match std::env::var_os("VOLLEY_SHIM") {
         Some(library) => Ok(Gpu::new(Rc::new(Shim::open(Path::new(&library)).unwrap()))),
-        None => volley::gpu::open(0),
+        None => volley::gpu::open(ordinal),
     }
 }
 
@@ -650,7 +656,7 @@ fn session(dir: &Path, drafter: bool, ngram: bool, draft_tokens: Option<usize>) 
         context: Some(2048),
         no_mmap: false,
         weights: None,
-        draft: Some(Draft { dir: drafter.then(|| DRAFTER.into()), ngram }),
+        draft: Some(Draft { dir: drafter.then(|| DRAFTER.into()), mtp: false, ngram }),
         draft_tokens,
         gpus: vec![],
         tp: None,

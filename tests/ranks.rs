@@ -2,11 +2,17 @@
 //! against the reference and each other, with the kernels compiled by g++ (scripts/shim.sh) and collectives that run together.
 #[path = "support/drafter.rs"]
 mod drafter;
+#[path = "support/experts.rs"]
+mod experts;
+#[path = "support/quantised.rs"]
+mod quantised;
 #[path = "support/ranks.rs"]
 mod ranks;
 mod support;
 
 use drafter::tiny_llama_drafter;
+use experts::write_tiny8;
+use quantised::Scheme;
 use ranks::{compute_alike, ids, open, tiny3, tiny8};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,13 +22,15 @@ use volley::cmd::check;
 use volley::cpu::Reference;
 use volley::decode::{Backend, Drafting, Engine, Event, Flow, Limits, Request, Sampling};
 use volley::error;
-use volley::gpu::comm::{self, Fault, FaultKind};
+use volley::gpu::comm::{self, Algorithm, Fault, FaultKind};
 use volley::gpu::device::Gpu;
-use volley::gpu::ranks::{Collectives, Conductor, Setup};
+use volley::gpu::links::{Collectives, Measure};
+use volley::gpu::ranks::{Conductor, Setup};
 use volley::gpu::shim::Shim;
 use volley::gpu::weights::{Layout, Source};
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
+use volley::model::draft::DraftModel;
 use volley::model::plan::{Pass, Ranks, Step};
 use volley::model::weights::{claim, vocab_rows, Table};
 
@@ -76,6 +84,58 @@ fn ranks_compute_what_one_computes() {
     }
 }
 
+/// Heads, experts and the shared expert are divided, the latents are not; drafting by the model's own layer changes no text on any number of ranks.
+#[test]
+fn ranks_of_models_with_experts_compute_what_one_computes() {
+    let tiny = |name: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny").join(name);
+    let made: Vec<tempfile::TempDir> = [None, Some(Scheme::Fp8Block(32, 32)), Some(Scheme::Int4(32))]
+        .into_iter()
+        .map(|scheme| {
+            let dir = tempfile::tempdir().unwrap();
+            write_tiny8(dir.path(), scheme);
+            dir
+        })
+        .collect();
+    let eights: Vec<(PathBuf, &[usize])> = made.iter().map(|dir| (dir.path().to_path_buf(), &[2, 4, 8][..])).collect();
+    for (dir, counts) in
+        eights.into_iter().chain([(tiny("deepseek_v3"), &[2, 4][..]), (tiny("qwen3_moe"), &[2, 4]), (tiny("kimi_k25_int4"), &[2])])
+    {
+        let vocab = Config::open(&dir).unwrap().vocab as u32;
+        let tokens: Vec<u32> = ids(20).into_iter().map(|id| id % vocab).collect();
+        let logits = |count: usize| {
+            let mut reference = reference(&dir, count);
+            reference.run(Pass::Prefill { rows: 64 }, &tokens[..13], 0, &mut |_, _, _| {}).unwrap();
+            reference.run(Pass::Verify { width: 7 }, &tokens[13..], 13, &mut |_, _, _| {}).unwrap();
+            reference.logits(7).to_vec()
+        };
+        let text = |count: usize, drafts: Option<usize>| {
+            let (config, weights) = open(&dir);
+            let checkpoint = Checkpoint::open(&dir, Read::Mmap).unwrap();
+            let drafter = drafts.map(|_| DraftModel::mtp(&Table::builtin().unwrap(), &config, &weights, &checkpoint).unwrap());
+            drafter.iter().for_each(|drafter| drafter.weights.load(&mut |_, _| {}).unwrap());
+            let drafting = Drafting { eagle: drafter.is_some(), fixed: drafts, ..Drafting::default() };
+            let reference = Reference::of_ranks(config, weights, 200, drafter, false, Ranks { rank: 0, count }).unwrap();
+            let mut engine = Engine::new(Box::new(reference), drafting).unwrap();
+            let sampling = Sampling { temperature: 2.0, seed: 5, ..Sampling::default() };
+            let request = Request { prompt: &tokens, sampling: &sampling, end_ids: &[], max_tokens: Some(24) };
+            engine.generate(&request, &mut |_: Event| Flow::Go).unwrap().tokens
+        };
+        let (one, expected) = (logits(1), text(1, None));
+        let spread = one.iter().fold(0f32, |m, x| m.max(x.abs()));
+        let drafts = (Config::open(&dir).unwrap().n_mtp_layers > 0).then_some(3);
+        for &count in counts {
+            let worst = one.iter().zip(logits(count)).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
+            assert!(spread > 0.5 && worst < 1e-5 * spread, "{} on {count} ranks: off by {worst}, up to {spread}", dir.display());
+            assert_eq!(text(count, None), expected, "{} on {count} ranks", dir.display());
+            assert_eq!(text(count, drafts), expected, "{} on {count} ranks, {drafts:?} drafts", dir.display());
+        }
+    }
+    let (config, weights) = open(&tiny("dsv3_fp8"));
+    let error = Reference::of_ranks(config, weights, 200, None, false, Ranks { rank: 0, count: 2 })
+        .and_then(|mut reference| reference.run(Pass::Verify { width: 1 }, &[7], 0, &mut |_, _, _| {}));
+    assert!(format!("{:#}", error.unwrap_err()).contains("cuts no block (fp8 e4m3 in blocks of 128 x 128)"));
+}
+
 #[test]
 fn tokens_are_shared_in_whole_tiles() {
     for (vocab, ranks) in [(500, 8), (500, 3), (151_936, 8), (128_256, 3), (49_152, 3), (17, 1), (33, 2)] {
@@ -113,7 +173,7 @@ fn shim() -> Gpu {
 }
 
 fn setup(dir: &Path, count: usize) -> Setup {
-    ranks::setup(|| Ok(shim()), dir, count, None, 200)
+    ranks::setup(|_| Ok(shim()), 1, dir, count, None, 200)
 }
 
 fn conductor(dir: &Path, count: usize) -> Conductor {
@@ -169,6 +229,27 @@ fn drafts_change_the_passes_and_not_the_text() {
     println!("{}", conductor.each("check", |m| check::speculation(m, &ids(40), 5, true)).unwrap()[0]);
 }
 
+/// A way of adding sums that a link corrupts is not used, and the text is the same.
+#[test]
+fn a_wrong_algorithm_is_left_out() {
+    let dir = tempfile::tempdir().unwrap();
+    tiny8().write(dir.path());
+    let sampling = Sampling::default();
+    let request = Request { prompt: &ids(20), sampling: &sampling, end_ids: &[], max_tokens: Some(4) };
+    let answers = [None, Some(Fault { kind: FaultKind::Flip, rank: 1, peer: 0, only: Some(Algorithm::Push) })].map(|fault| {
+        let mut setup = setup(dir.path(), 2);
+        if fault.is_some() {
+            let link = comm::Options { fault, ..Default::default() };
+            setup.collectives = Collectives { measure: Measure::Anew, link, ..Default::default() };
+        }
+        let conductor = Conductor::new(setup, shim(), &mut |_, _| {}).unwrap();
+        let failed: Vec<Algorithm> = conductor.links.failed.iter().map(|f| f.algorithm).collect();
+        assert_eq!(failed, if fault.is_some() { vec![Algorithm::Push] } else { vec![] });
+        Engine::new(Box::new(conductor), Drafting::default()).unwrap().generate(&request, &mut |_: Event| Flow::Go).unwrap().tokens
+    });
+    assert_eq!(answers[0], answers[1]);
+}
+
 /// Each rank reads its part and no more: both together the whole file, and what they share once again.
 #[test]
 fn ranks_read_their_parts() {
@@ -210,7 +291,7 @@ fn o22_one_rank_fails() {
     let broken = Setup { open: Box::new(|_| Err(error::machine("it fell off the bus"))), ..setup(dir.path(), 2) };
     check(Conductor::new(broken, shim(), &mut |_, _| {}).err().unwrap(), &["rank 1 (GPU 0), load", "fell off the bus"], start);
     let start = std::time::Instant::now();
-    let link = comm::Options { fault: Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0 }), ..Default::default() };
+    let link = comm::Options { fault: Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0, only: None }), ..Default::default() };
     let silent = Setup { collectives: Collectives { link, ..Default::default() }, ..setup(dir.path(), 2) };
     let error = Conductor::new(silent, shim(), &mut |_, _| {}).err().unwrap();
     check(error, &["rank 0 (GPU 0), load", "no data from rank 1", "layers.0.o"], start);

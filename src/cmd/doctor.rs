@@ -8,6 +8,7 @@ use crate::cpu::Reference;
 use crate::decode::sample::philox;
 use crate::error;
 use crate::gpu::device::Gpu;
+use crate::gpu::links::{Found, Measure, State};
 use crate::gpu::machine::{Machine, Options};
 use crate::gpu::ranks::Conductor;
 use crate::gpu::weights::Source;
@@ -104,6 +105,9 @@ impl Report {
             t.capture_ms,
             start.elapsed().as_secs_f64()
         ))?;
+        if let Running::Many(conductor) = &model {
+            self.verdict("links", || links(&conductor.links))?;
+        }
         if context < check::STEP_ROWS {
             bail!("context {context}: doctor's checks take {} tokens at least", check::STEP_ROWS);
         }
@@ -145,6 +149,18 @@ impl Report {
             }
         }
     }
+}
+
+/// Prints what the start measured between ranks. Slow pairs are shown with their cure; pairs and algorithms that are wrong fail.
+fn links(found: &Found) -> Result<String> {
+    found.pairs.iter().try_for_each(|pair| say(format_args!("pair        {pair}")))?;
+    found.tuned.iter().try_for_each(|tuned| say(format_args!("sums        {tuned}")))?;
+    found.failed.iter().try_for_each(|failed| say(format_args!("sums        {failed}")))?;
+    let (n_off, n_bad) = (found.pairs.iter().filter(|p| p.state() == State::Off).count(), found.bad_pairs().count());
+    if n_off + found.failed.len() > 0 {
+        bail!("{n_off} of {} pairs are off, {} algorithms cannot be used", found.pairs.len(), found.failed.len());
+    }
+    Ok(format!("{} pairs, of which {n_bad} are slower than they should be", found.pairs.len()))
 }
 
 fn say(line: std::fmt::Arguments) -> Result<()> {
@@ -207,7 +223,8 @@ fn open(gpu: &Gpu, gpus: &[usize], dir: &Path, options: &ModelOptions) -> Result
     let context = options.context.unwrap_or(CONTEXT).min(config.context);
     let machine_options = Options { context, drafter, ngram: true, require_graphs: options.require_graphs, fail_capture: |_| false };
     let running = if gpus.len() > 1 {
-        let setup = setup(options, gpus.to_vec(), config, Some(weights), machine_options);
+        let mut setup = setup(options, gpus.to_vec(), config, Some(weights), machine_options);
+        setup.collectives.measure = Measure::Anew;
         Running::Many(Conductor::new(setup, gpu.clone(), &mut |_, _| {})?)
     } else {
         Running::One(Machine::new(gpu.clone(), config, Source::Checkpoint(&weights), machine_options, &mut |_, _| {})?)

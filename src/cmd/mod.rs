@@ -14,7 +14,8 @@ use crate::cpu;
 use crate::decode::{Backend, Drafting, Engine, Sampling};
 use crate::error;
 pub use crate::gpu::comm::Algorithm;
-use crate::gpu::ranks::{Collectives, Conductor, Setup};
+use crate::gpu::links::{self, Collectives, Measure};
+use crate::gpu::ranks::{Conductor, Setup};
 use crate::gpu::{self, comm, machine, nccl, params::COMM_MAX_RANKS, weights::Source};
 use crate::model::checkpoint::{Checkpoint, Dtype, Read};
 use crate::model::config::Config;
@@ -87,6 +88,8 @@ pub struct ModelOptions {
 pub struct Draft {
     /// An EAGLE-3 drafter.
     pub dir: Option<PathBuf>,
+    /// The model's own layer for multi-token prediction.
+    pub mtp: bool,
     /// Repetitions in prompt and answer.
     pub ngram: bool,
 }
@@ -140,6 +143,11 @@ impl Session {
                 None => end_ids.push((eos, "tokenizer_config.json".into())),
             }
         }
+        for &end in tokenizer.end_ids() {
+            if end_ids.iter().all(|(id, _)| *id != end) {
+                end_ids.push((end, "the tokenizer's kind".into()));
+            }
+        }
         if let Some((id, source)) = end_ids.iter().find(|(id, _)| *id as usize >= model.config.vocab) {
             bail!("end token {id} of {source}: the model has ids 0 to {}", model.config.vocab - 1);
         }
@@ -173,14 +181,15 @@ impl Model {
         let config = Config::open(dir)?;
         let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
         let read = if options.no_mmap { Read::Plain } else { Read::Auto };
-        let (weights, stored) = if options.random {
-            (None, "random weights".to_string())
-        } else {
-            let checkpoint = Checkpoint::open(dir, read)?;
-            (Some(weights::claim(&table, &config, &checkpoint)?), checkpoint.to_string())
-        };
+        let checkpoint = if options.random { None } else { Some(Checkpoint::open(dir, read)?) };
+        let weights = checkpoint.as_ref().map(|checkpoint| weights::claim(&table, &config, checkpoint)).transpose()?;
+        let stored = checkpoint.as_ref().map_or("random weights".to_string(), Checkpoint::to_string);
         let draft = options.draft.clone().unwrap_or_else(|| default_draft(dir, !options.random));
         let drafter = match (&draft.dir, &weights) {
+            (None, _) if draft.mtp => match (&weights, &checkpoint) {
+                (Some(weights), Some(checkpoint)) => Some(DraftModel::mtp(&table, &config, weights, checkpoint)?),
+                _ => bail!("--draft mtp: random weights have no drafter; use --draft none"),
+            },
             (Some(dir), Some(weights)) => Some(DraftModel::open(dir, &config, weights, tokens, read)?),
             (Some(dir), None) => Some(DraftModel::random(dir, &config)?),
             (None, _) => None,
@@ -215,6 +224,7 @@ impl Model {
             }
             tell(format_args!("model: {} ({}), {stored}", dir.display(), config.arch));
             tell(format_args!("rope: {}", config.rope));
+            weights.iter().filter_map(|w| w.quantised()).for_each(|quantised| tell(format_args!("weights: {quantised}")));
             weights.iter().flat_map(|w| &w.notes).for_each(|note| tell(format_args!("weights: {note}")));
             let capped = if options.context.is_none() && context < config.context { " (-c raises it)" } else { "" };
             let kv = shown_bytes(context as u64 * row_bytes);
@@ -247,6 +257,13 @@ impl Model {
                     let conductor =
                         Conductor::new(setup(options, gpus, config.clone(), weights.clone(), machine_options), gpu, &mut progress)?;
                     let timings = conductor.first().timings;
+                    let found = &conductor.links;
+                    found.bad_pairs().for_each(|pair| tell(format_args!("warning: {pair}")));
+                    found.failed.iter().for_each(|failed| tell(format_args!("warning: {failed}")));
+                    if verbose {
+                        let known = if found.cached { " (measured before)" } else { "" };
+                        found.tuned.iter().for_each(|tuned| tell(format_args!("sums of {tuned}{known}")));
+                    }
                     (Box::new(conductor), timings)
                 } else {
                     let machine = machine::Machine::new(gpu, config.clone(), source, machine_options, &mut progress)?;
@@ -330,10 +347,12 @@ fn gpus_for(asked: &[usize], tp: Option<usize>, per_gpu: usize) -> Result<Vec<us
 
 /// What all ranks are made of. Before their threads start: NCCL is set by the environment.
 fn setup(options: &ModelOptions, gpus: Vec<usize>, config: Config, weights: Option<Weights>, machine: machine::Options) -> Setup {
-    if options.collective.is_some_and(Algorithm::needs_nccl) {
+    if options.collective.is_none_or(Algorithm::needs_nccl) {
         let settings = nccl::configure(options.ranks_per_gpu > 1);
-        let shown: Vec<String> = settings.iter().map(|(name, value)| format!("{name}={value}")).collect();
-        tell(format_args!("NCCL: {}", shown.join(" ")));
+        if options.collective.is_some() || options.verbose > 0 {
+            let shown: Vec<String> = settings.iter().map(|(name, value)| format!("{name}={value}")).collect();
+            tell(format_args!("NCCL: {}", shown.join(" ")));
+        }
     }
     if options.collective == Some(Algorithm::NcclAllReduce) {
         tell(format_args!("warning: --collective nccl-allreduce: the text may depend on how many drafts are verified together"));
@@ -342,6 +361,7 @@ fn setup(options: &ModelOptions, gpus: Vec<usize>, config: Config, weights: Opti
         algorithm: options.collective,
         nccl: options.nccl.clone(),
         require_p2p: options.require_p2p,
+        measure: links::cache_path().map_or(Measure::Anew, Measure::Cached),
         link: comm::Options::default(),
     };
     let places = gpus.clone();
@@ -368,7 +388,7 @@ fn model_dir(options: &ModelOptions) -> Result<PathBuf> {
 /// The drafter that lies beside the model, by its name.
 fn default_draft(dir: &Path, drafts: bool) -> Draft {
     let beside = dir.file_name().map(|name| dir.with_file_name(format!("{}-eagle3", name.to_string_lossy())));
-    Draft { dir: beside.filter(|dir| drafts && dir.is_dir()), ngram: false }
+    Draft { dir: beside.filter(|dir| drafts && dir.is_dir()), mtp: false, ngram: false }
 }
 
 /// Tokens of the context: what was asked for, else the model's as far as `most_kv` bytes go; `row_bytes` is one token in the KV

@@ -113,7 +113,8 @@ pub fn follows(error: &anyhow::Error) -> bool {
 }
 
 /// How partial sums travel. All but the last give the same bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Algorithm {
     Push,
     Pull,
@@ -143,7 +144,7 @@ impl Algorithm {
 }
 
 /// An algorithm with the blocks it is launched with: equal on all ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Choice {
     pub algorithm: Algorithm,
     pub blocks: usize,
@@ -177,6 +178,8 @@ pub struct Fault {
     pub kind: FaultKind,
     pub rank: usize,
     pub peer: usize,
+    /// In this algorithm; None: in all of them, exchanges of words and the probe.
+    pub only: Option<Algorithm>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -298,15 +301,18 @@ impl Link {
         if let Some(fault) = faulty {
             (comm.fault, comm.fault_peer) = (fault.kind as i32, fault.peer as i32);
         }
-        let kernel = |name, faulty_name| gpu.kernel(if faulty.is_some() { faulty_name } else { name }, 0);
+        let kernel = |name, faulty_name, algorithm: Option<Algorithm>| {
+            let is_faulty = faulty.is_some_and(|fault| fault.only.is_none() || fault.only == algorithm);
+            gpu.kernel(if is_faulty { faulty_name } else { name }, 0)
+        };
         let link = Link {
             rank,
             rendezvous,
             kernels: Kernels {
-                push: kernel("all_reduce_push", "all_reduce_push_faulty")?,
-                pull: kernel("all_reduce_pull", "all_reduce_pull_faulty")?,
-                two_shot: kernel("all_reduce_two_shot", "all_reduce_two_shot_faulty")?,
-                exchange: kernel("exchange_words", "exchange_words_faulty")?,
+                push: kernel("all_reduce_push", "all_reduce_push_faulty", Some(Algorithm::Push))?,
+                pull: kernel("all_reduce_pull", "all_reduce_pull_faulty", Some(Algorithm::Pull))?,
+                two_shot: kernel("all_reduce_two_shot", "all_reduce_two_shot_faulty", Some(Algorithm::TwoShot))?,
+                exchange: kernel("exchange_words", "exchange_words_faulty", None)?,
                 local: gpu.kernel("all_reduce_local", 0)?,
             },
             comm,
@@ -336,6 +342,18 @@ impl Link {
         }
         self.gpu.synchronize()?;
         self.barrier()
+    }
+
+    /// After kernels of any rank gave up in a test of theirs: all ranks call it, and nobody has given up any more.
+    pub(super) fn recover(&self) -> Result<()> {
+        self.gpu.synchronize()?;
+        self.barrier()?;
+        if let Some(word) = &*self.poison.lock().unwrap_or_else(|e| e.into_inner()) {
+            if word.0.read(0) == COMM_POISON_TIMEOUT as u32 {
+                word.0.write(0, 0);
+            }
+        }
+        self.reset()
     }
 
     pub fn ranks(&self) -> usize {
@@ -399,19 +417,32 @@ impl Link {
     }
 
     /// Takes NCCL's algorithms on, for messages of the given rows of `dim`; runs each size once, since NCCL connects when it first meets one.
+    /// It fails on all ranks or on none.
     pub fn attach_nccl(&mut self, library: &Arc<nccl::Library>, rows: &[usize], dim: usize) -> Result<()> {
         let raw = self.gpu.raw().context("NCCL needs a GPU")?;
-        let id = if self.rank == 0 { library.unique_id()?.to_vec() } else { Vec::new() };
-        let id = self.all_gather(&id)?.swap_remove(0);
-        let id = id.as_slice().try_into().context("NCCL's id")?;
+        let id = if self.rank == 0 { library.unique_id() } else { Ok([0; 128]) };
+        let given = self.all_gather(id.as_ref().map_or(&[][..], |id| &id[..]))?.swap_remove(0);
+        id?;
+        let id = given.as_slice().try_into().map_err(|_| machine("NCCL: rank 0 has no id to connect with"))?;
         let most = rows.iter().max().context("no rows")?;
         let (gathered, sent) = (self.gpu.allocate(self.ranks() * most * dim * 2)?, self.gpu.allocate(most * dim * 2)?);
         self.gpu.synchronize()?;
         let sizes = rows.iter().map(|rows| rows * dim).collect();
         let comm =
-            nccl::Comm::connect(library, raw, self.ranks(), self.rank, id, nccl::WarmUp { sizes, from: sent.at(0), to: gathered.at(0) })?;
+            nccl::Comm::connect(library, raw, self.ranks(), self.rank, id, nccl::WarmUp { sizes, from: sent.at(0), to: gathered.at(0) });
+        let connected = self.all_gather(&[comm.is_ok() as u8])?;
+        let comm = comm?;
+        if let Some(other) = connected.iter().position(|ok| ok[0] == 0) {
+            comm.abort();
+            return Err(machine(format!("NCCL did not connect rank {other}")));
+        }
         self.nccl = Some(Nccl { comm, gathered });
         Ok(())
+    }
+
+    /// Gives up NCCL and its memory, on all ranks at the same time.
+    pub(super) fn detach_nccl(&mut self) {
+        self.nccl = None;
     }
 
     pub fn has_nccl(&self) -> bool {
@@ -454,7 +485,7 @@ impl Link {
         ((dim / 16).div_ceil(COMM_SLOT_BYTES / 32 * ranks), (dim / 16 / ranks).min(most))
     }
 
-    fn fits(&self, choice: Choice, dim: usize) -> Result<()> {
+    pub(super) fn fits(&self, choice: Choice, dim: usize) -> Result<()> {
         let (fewest, most) = self.block_limits(choice.algorithm, dim);
         if choice.algorithm == Algorithm::TwoShot && dim / 16 < self.ranks() {
             bail!("rows of {dim} on {} ranks: two-shot needs at least 16 columns a rank; use --collective push", self.ranks());
@@ -548,6 +579,11 @@ impl Link {
             steps.push(step.to_string());
         }
         CommRanks { step: at as i32, ..self.comm }
+    }
+
+    /// What is planted in this rank's probe of `peer`.
+    pub(super) fn fault_to(&self, peer: usize) -> Option<FaultKind> {
+        self.options.fault.filter(|f| (f.rank, f.peer, f.only) == (self.rank, peer, None)).map(|f| f.kind)
     }
 
     pub(super) fn gpu(&self) -> &Gpu {

@@ -15,7 +15,7 @@ use crate::decode::{Backend, Counters, End, Limits, Record, Sampling, StepTime, 
 use crate::error::{internal, machine};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
-use crate::model::plan::{self, BufferId, BufferKind, Epilogue, Owner, Pass, Plan, Ranks, Shard, Step};
+use crate::model::plan::{self, BufferId, BufferKind, Epilogue, Linear, Mixture, Owner, Pass, Plan, Ranks, Shard, Step};
 use crate::model::plan::{Storage, FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS};
 use crate::model::weights::{Role, Weight, WeightId};
 use anyhow::{bail, Context, Result};
@@ -128,6 +128,14 @@ impl Machine {
         mut options: Options,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Machine> {
+        let unsupported = [
+            (config.latent.is_some(), "latent attention"),
+            (config.experts.is_some(), "experts"),
+            (config.quant.is_some(), "quantised weights"),
+        ];
+        if let Some((_, what)) = unsupported.iter().find(|(has, _)| *has) {
+            bail!("{}: the GPU backend has no kernels for {what} yet; use --device cpu", config.arch);
+        }
         let ranks = link.as_ref().map_or(Ranks::ONE, |link| Ranks { rank: link.rank, count: link.ranks() });
         let drafter = options.drafter.take();
         let taps = drafter.as_ref().map_or(&[][..], |d| &d.shape.taps);
@@ -509,14 +517,14 @@ impl Machine {
             let buffer = launcher.plan.buffer(out);
             let (at, n) = (self.arena.buffers[buffer.name].at(0), tokens.len() * buffer.dim);
             let numbers = match buffer.kind {
-                BufferKind::Logits | BufferKind::Stream => self.gpu.download(at, n)?,
+                BufferKind::Logits | BufferKind::Stream | BufferKind::Routes => self.gpu.download(at, n)?,
                 BufferKind::Activation | BufferKind::Feature => {
                     self.gpu.download::<u16>(at, n)?.into_iter().map(|bits| bf16::from_bits(bits).to_f32()).collect()
                 }
             };
             observe(step, &numbers, buffer.dim);
         }
-        Ok(())
+        self.check_link()
     }
 
     /// For checks: the drafter behind the passes before, one launch at a time: `observe` sees the number of each draft, from 1, and its logits, and
@@ -677,8 +685,13 @@ fn output(step: &Step) -> Option<BufferId> {
     match step {
         Step::Embed { out, .. } | Step::Norm { out, .. } | Step::Select { out, .. } => Some(*out),
         Step::Attention(a) => Some(a.out),
+        Step::LatentQuery(a) => Some(a.absorbed),
+        Step::LatentAttend(a) => Some(a.attended),
+        Step::LatentValue(a) => Some(a.out),
+        Step::Router(r) => Some(r.routes),
+        Step::ExpertsUp(m) => Some(m.act),
         Step::AllReduce { x, .. } => Some(*x),
-        Step::Linear(l) => match l.epilogue {
+        Step::ExpertsDown(Mixture { epilogue, .. }) | Step::Linear(Linear { epilogue, .. }) => match *epilogue {
             Epilogue::Store { out } | Epilogue::SiluMul { out } | Epilogue::Partial { out } | Epilogue::Logits { out } => Some(out),
             Epilogue::Residual { x, .. } => Some(x),
         },

@@ -4,6 +4,7 @@ pub mod cuda;
 pub mod device;
 pub mod fatbins;
 pub mod kernels;
+pub mod links;
 pub mod machine;
 pub mod nccl;
 pub mod params;

@@ -2,21 +2,19 @@
 //!
 //! Rank 0 runs on the caller's thread and its records are the answer; the others' must be the same. A call returns when rank 0 has done it; the
 //! others follow on their own, held together by the collectives in the passes. The first failure of any rank ends all of them: it is what the
-//! next call returns. Between ranks: comm.rs.
-use super::comm::{self, Algorithm, Choice, Link, Poison, Rendezvous, Threads};
+//! next call returns. Between ranks: comm.rs; what connects them: links.rs.
+use super::comm::{Link, Poison, Rendezvous, Threads};
 use super::cuda;
 use super::device::Gpu;
-use super::machine::{Machine, Options, WIDTHS};
-use super::nccl;
+use super::links::{self, Collectives, Found};
+use super::machine::{Machine, Options};
 use super::weights::Source;
 use crate::decode::policy::Costs;
 use crate::decode::{Backend, Counters, Limits, Record, Sampling, StepTime};
 use crate::error::{self, internal, machine};
 use crate::model::config::Config;
-use crate::model::plan::PREFILL_ROWS;
 use crate::model::weights::Weights;
 use anyhow::{Context, Error, Result};
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex};
@@ -45,36 +43,17 @@ pub struct Setup {
     pub options: Options,
 }
 
-/// How ranks add up what each has.
-#[derive(Clone, Debug, Default)]
-pub struct Collectives {
-    /// None: what is fastest.
-    pub algorithm: Option<Algorithm>,
-    /// The NCCL library; None: where the system finds it.
-    pub nccl: Option<PathBuf>,
-    /// An error instead of a slower way where GPUs do not reach each other's memory.
-    pub require_p2p: bool,
-    pub link: comm::Options,
-}
-
 impl Setup {
-    fn make(&self, rank: usize, gpu: Option<Gpu>, failure: &Failure, progress: &mut dyn FnMut(usize, usize)) -> Result<Machine> {
+    fn make(&self, rank: usize, gpu: Option<Gpu>, failure: &Failure, progress: &mut dyn FnMut(usize, usize)) -> Result<(Machine, Found)> {
         let gpu = gpu.map_or_else(|| (self.open)(rank), Ok)?;
         if self.gpus.iter().any(|gpu| *gpu != self.gpus[0]) {
             stay_near(&gpu.info().bus_id);
         }
         let mut link = Link::new(&gpu, rank, failure.rendezvous.clone(), self.collectives.link)?;
         failure.attend(link.poison());
-        if let Some(algorithm) = self.collectives.algorithm {
-            let sizes = WIDTHS.into_iter().chain(PREFILL_ROWS);
-            if algorithm.needs_nccl() {
-                let library = nccl::Library::open(self.collectives.nccl.as_deref())?;
-                link.attach_nccl(&library, &sizes.clone().collect::<Vec<_>>(), self.config.hidden)?;
-            }
-            link.choose(sizes.map(|rows| (rows, Choice { algorithm, blocks: link.blocks(algorithm, rows, self.config.hidden) })).collect());
-        }
+        let found = links::settle(&mut link, &self.collectives, self.config.hidden)?;
         let source = self.weights.as_ref().map_or(Source::Random(0), Source::Checkpoint);
-        Machine::of_rank(gpu, Some(link), self.config.clone(), source, self.options.clone(), progress)
+        Ok((Machine::of_rank(gpu, Some(link), self.config.clone(), source, self.options.clone(), progress)?, found))
     }
 
     /// For errors: `rank 1 (GPU 0)`.
@@ -88,6 +67,8 @@ type Job = Box<dyn FnOnce(&mut Machine) -> Result<()> + Send>;
 pub struct Conductor {
     first: Option<Machine>,
     others: Vec<Rank>,
+    /// What the start found out about the links between ranks.
+    pub links: Found,
     failure: Arc<Failure>,
 }
 
@@ -173,7 +154,7 @@ impl Drop for Alive<'_> {
 fn serve(rank: usize, setup: &Setup, failure: &Failure, jobs: Receiver<(&'static str, Job)>) {
     let _alive = Alive { failure, rank };
     let mut machine = match setup.make(rank, None, failure, &mut |_, _| {}) {
-        Ok(machine) => machine,
+        Ok((machine, _)) => machine,
         Err(e) => return failure.report(rank, "load".into(), e),
     };
     while let Some((phase, job)) = next(&jobs) {
@@ -206,7 +187,7 @@ impl Conductor {
             happened: AtomicBool::new(false),
             error: Mutex::default(),
         });
-        let mut conductor = Conductor { first: None, others: Vec::new(), failure: failure.clone() };
+        let mut conductor = Conductor { first: None, others: Vec::new(), links: Found::default(), failure: failure.clone() };
         for rank in 1..setup.gpus.len() {
             let (jobs, receiver) = mpsc::channel();
             let (setup, failure) = (setup.clone(), failure.clone());
@@ -214,7 +195,7 @@ impl Conductor {
             conductor.others.push(Rank { jobs, thread: thread.context("the thread of a rank")? });
         }
         match setup.make(0, Some(gpu), &failure, progress) {
-            Ok(machine) => conductor.first = Some(machine),
+            Ok((machine, links)) => (conductor.first, conductor.links) = (Some(machine), links),
             Err(e) => failure.report(0, "load".into(), e),
         }
         match failure.happened.load(SeqCst) {
