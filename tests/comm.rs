@@ -47,6 +47,10 @@ fn ranks<T: Send>(n: usize, options: Options, body: impl Fn(&mut Link, &Gpu) -> 
                     let done = body(&mut link, &gpu);
                     if let Err(e) = &done {
                         meeting.fail(&format!("{e:#}"));
+                        // Every rank is to be poisoned, and one of them may still be on its way from the meeting.
+                        while poisons.lock().unwrap().len() < n {
+                            thread::yield_now();
+                        }
                         poisons.lock().unwrap().iter().for_each(|p| p.poison());
                     }
                     done

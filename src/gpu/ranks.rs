@@ -3,7 +3,7 @@
 //! Rank 0 runs on the caller's thread and its records are the answer; the others' must be the same. A call returns when rank 0 has done it; the
 //! others follow on their own, held together by the collectives in the passes. The first failure of any rank ends all of them: it is what the
 //! next call returns. Between ranks: comm.rs; what connects them: links.rs.
-use super::comm::{Link, Poison, Rendezvous, Threads};
+use super::comm::{self, Link, Poison, Rendezvous, Threads};
 use super::cuda;
 use super::device::Gpu;
 use super::links::{self, Collectives, Found};
@@ -51,7 +51,8 @@ impl Setup {
         }
         let mut link = Link::new(&gpu, rank, failure.rendezvous.clone(), self.collectives.link)?;
         failure.attend(link.poison());
-        let found = links::settle(&mut link, &self.collectives, self.config.hidden)?;
+        let found = links::settle(&mut link, &self.collectives, self.config.hidden);
+        let found = found.inspect_err(|e| link.fail(&format!("{e:#}")))?; // the link waits for the others when it goes
         let source = self.weights.as_ref().map_or(Source::Random(0), Source::Checkpoint);
         Ok((Machine::of_rank(gpu, Some(link), self.config.clone(), source, self.options.clone(), progress)?, found))
     }
