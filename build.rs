@@ -8,7 +8,7 @@
 //   3. nvcc on PATH               4. /usr/local/cuda/bin
 //   5. the folder filled by scripts/cuda-toolchain.sh: $CUDA_TOOLCHAIN_DIR, else <repo>/.cuda-toolchain
 // Without one the build succeeds, with a warning, and the program runs on the CPU only. VOLLEY_FATBIN_DIR=DIR skips the compiler and takes
-// DIR/<name>.fatbin (a build machine without nvcc). CUDA_ARCHS="90a;120a" is the list of targets; PTX for compute_90 is always added, for newer chips.
+// DIR/<name>.fatbin (a build machine without nvcc). With the feature static-nccl, libnccl_static.a is linked from $NCCL_STATIC_DIR. CUDA_ARCHS="90a;120a" is the list of targets; PTX for compute_90 is always added, for newer chips.
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -24,10 +24,14 @@ const NO_NVCC: &str = "built without CUDA kernels: no nvcc was found; install th
 fn main() {
     let root = PathBuf::from(env::var("CARGO_MANIFEST_DIR").unwrap());
     let out = PathBuf::from(env::var("OUT_DIR").unwrap());
-    for name in ["NVCC", "CUDA_HOME", "CUDA_PATH", "CUDA_TOOLCHAIN_DIR", "CUDA_ARCHS", "VOLLEY_FATBIN_DIR", "NVCC_CCBIN"] {
+    for name in ["NVCC", "CUDA_HOME", "CUDA_PATH", "CUDA_TOOLCHAIN_DIR", "CUDA_ARCHS", "VOLLEY_FATBIN_DIR", "NVCC_CCBIN", "NCCL_STATIC_DIR"]
+    {
         println!("cargo:rerun-if-env-changed={name}");
     }
     println!("cargo:rerun-if-changed=build.rs");
+    if env::var_os("CARGO_FEATURE_STATIC_NCCL").is_some() {
+        link_nccl(&root);
+    }
     let sources = files(&root.join("kernels"), &["cu"]);
     let headers = files(&root.join("kernels"), &["h", "cuh"]);
     println!("cargo:rerun-if-changed=kernels");
@@ -68,6 +72,34 @@ fn main() {
 fn fail(message: &str) -> ! {
     eprintln!("error: {message}");
     exit(1)
+}
+
+/// NCCL and what it needs beside glibc: the CUDA runtime and the C++ library, all from archives, so that the program needs no shared library of theirs.
+fn link_nccl(root: &Path) {
+    let cure = "set NCCL_STATIC_DIR to the folder of libnccl_static.a (package libnccl-dev, or NCCL's own build)";
+    let nccl = env::var_os("NCCL_STATIC_DIR").map(PathBuf::from).unwrap_or_else(|| fail(&format!("feature static-nccl: {cure}")));
+    let cuda = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(env::var_os).map(PathBuf::from);
+    let toolchain = env::var_os("CUDA_TOOLCHAIN_DIR").map_or(root.join(".cuda-toolchain"), PathBuf::from);
+    let cuda = cuda.chain([toolchain, "/usr/local/cuda".into()]).flat_map(|dir| [dir.join("lib64"), dir.join("lib")]);
+    let compiler = env::var_os("CXX").unwrap_or("g++".into());
+    let cxx =
+        Command::new(compiler).arg("-print-file-name=libstdc++.a").output().map(|o| String::from_utf8_lossy(&o.stdout).trim().to_string());
+    let cxx = cxx.ok().and_then(|p| Path::new(&p).parent().map(Path::to_path_buf));
+    let folders: Vec<PathBuf> = [nccl].into_iter().chain(cuda).chain(cxx).collect();
+    // All of NCCL: its kernels are registered by objects that nothing refers to.
+    for (library, modifiers) in [("nccl_static", "+whole-archive,-bundle"), ("cudart_static", "-bundle"), ("stdc++", "-bundle")] {
+        let file = format!("lib{library}.a");
+        let Some(folder) = folders.iter().find(|folder| folder.join(&file).is_file()) else {
+            let looked: Vec<String> = folders.iter().map(|f| f.display().to_string()).collect();
+            fail(&format!("feature static-nccl: {file} is in none of {}; {cure}", looked.join(", ")));
+        };
+        println!("cargo:rustc-link-search=native={}", folder.display());
+        println!("cargo:rustc-link-lib=static:{modifiers}={library}");
+    }
+    // Parts of libc itself since glibc 2.34.
+    for library in ["dl", "rt", "pthread"] {
+        println!("cargo:rustc-link-lib=dylib={library}");
+    }
 }
 
 /// The files of `dir` with one of the extensions, sorted.

@@ -197,7 +197,8 @@ __device__ __forceinline__ Sum collect(const CommRanks& c, Patience& patience, c
   return sum;
 }
 
-template <bool kFaulty> __device__ __forceinline__ void push(const AllReduceParams& p) {
+// Params: AllReduceParams, or what derives from it and has a `finish` of its own (bench/comm_bench.cu).
+template <bool kFaulty, class Params> __device__ __forceinline__ void push(const Params& p) {
   pdl_launch_dependents();   // a successor only loads its weights while this kernel waits
   pdl_wait();
   const CommRanks& c = p.comm;
@@ -232,7 +233,7 @@ template <bool kFaulty> __device__ __forceinline__ void push(const AllReducePara
   leave(c, epoch);
 }
 
-template <bool kFaulty> __device__ __forceinline__ void pull(const AllReduceParams& p) {
+template <bool kFaulty, class Params> __device__ __forceinline__ void pull(const Params& p) {
   pdl_launch_dependents();
   pdl_wait();
   const CommRanks& c = p.comm;
@@ -293,7 +294,7 @@ __device__ __forceinline__ Owned owned(int at, int rows, const Run& run, int ran
   return {owner, i, i / vectors, (run.first + first) * 16 + i % vectors * 8};
 }
 
-template <bool kFaulty> __device__ __forceinline__ void two_shot(const AllReduceParams& p) {
+template <bool kFaulty, class Params> __device__ __forceinline__ void two_shot(const Params& p) {
   pdl_launch_dependents();
   pdl_wait();
   const CommRanks& c = p.comm;

@@ -4,7 +4,7 @@
 
 COLLECTIVE(all_reduce_push_faulty, AllReduceParams, 256) { push<true>(p); }
 COLLECTIVE(all_reduce_pull_faulty, AllReduceParams, 256) { pull<true>(p); }
-COLLECTIVE(all_reduce_two_shot_faulty, AllReduceParams, 256) { two_shot<true>(p); }
+COLLECTIVE(all_reduce_two_shot_faulty, AllReduceParams, 256, 2) { two_shot<true>(p); }
 COLLECTIVE(exchange_words_faulty, ExchangeParams, 256) { exchange<true>(p); }
 COLLECTIVE(peer_ping_faulty, PeerParams, 32) { ping<true>(p); }
 KERNEL(peer_store_faulty, PeerParams, 256) { store_pattern<true>(p); }

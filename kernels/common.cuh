@@ -26,6 +26,21 @@ __device__ __forceinline__ float warp_max(float v) {
   return v;
 }
 
+// ---- rotation ----
+// sin and cos of x >= 0, off by at most 2e-7 up to 2^20: x - k pi/2 is exact in f32 (both are multiples of 2^-23 below 1), pi/2's own error is added back.
+// (sinf has a slow path with a stack frame, which every thread would pay for in registers.)
+__device__ __forceinline__ void sine_cosine(float x, float& sine, float& cosine) {
+  const float k = rintf(x * 0.636619772f);
+  const float r = __fmaf_rn(k, 4.37113883e-8f, __fmaf_rn(-k, 1.57079637f, x)), r2 = __fmul_rn(r, r);
+  const float s = __fmaf_rn(__fmul_rn(r, r2), __fmaf_rn(r2, __fmaf_rn(r2, __fmaf_rn(r2, 2.7557319e-6f, -1.98412698e-4f), 8.33333333e-3f), -0.166666667f), r);
+  const float c = __fmaf_rn(__fmul_rn(r2, r2), __fmaf_rn(r2, __fmaf_rn(r2, __fmaf_rn(r2, -2.7557319e-7f, 2.48015873e-5f), -1.38888889e-3f), 4.16666667e-2f),
+                            __fmaf_rn(r2, -0.5f, 1.f));
+  const int quadrant = (int)k & 3;
+  const float a = quadrant & 1 ? c : s, b = quadrant & 1 ? s : c;
+  sine = quadrant & 2 ? -a : a;
+  cosine = (quadrant + 1) & 2 ? -b : b;
+}
+
 // ---- the last block to arrive does the rest ----
 // True in all threads of the block that arrives last of n_blocks; the counter is then back at 0 for the next launch. What the other blocks wrote before
 // is visible to it. `flag` is a word of shared memory. Contains two block barriers.

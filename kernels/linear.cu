@@ -9,11 +9,14 @@
 //
 // Shared memory: partial [kBuffers][32 segments][kTiles * kColumns][32 lanes] float4 (32 KB). A lane's float4 lies at slot t * 8 + (g + 2t) % 8, so that both its
 // store and the adding warps' reads (warp q of four a tile-column: t = q, one float a lane) are free of bank conflicts. With two buffers a group needs one barrier.
+#include <type_traits>
+#include "format.cuh"
 #include "linear_row.cuh"
 
 namespace {
 
-template <int kTiles, int kColumns, int kWarps, int kAhead, int kParts>
+// F: the format of the weights. kGrouped: each run of group_tiles tiles has columns of x of its own (the heads of a latent).
+template <class F, int kTiles, int kColumns, int kWarps, int kAhead, int kParts, bool kGrouped = false>
 __device__ __forceinline__ void linear(const LinearParams& p) {
   constexpr int kAdders = kTiles * kColumns * 4;      // warps that add up outputs, one output a thread
   constexpr int kBuffers = kTiles * kColumns == 1 ? 2 : 1;
@@ -31,7 +34,8 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 
   // This warp's share of a part: blocks first .. first + n_mine of K, whole segments.
   int first = 0, n_mine = 0;
-  const uint4* weights[kTiles];
+  const char* weights[kTiles];
+  const float* scales[kTiles];
   const bf16* x[kColumns];
   int n_x[kColumns];         // of my blocks, those in which this lane's 8 k of this row exist
   SharedAddress slot = shared_address(&partial[0][0][0][t * 8 + ((g + 2 * t) & 7)]);
@@ -53,15 +57,19 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
     const LinearPart& part = p.part[i];
     const int k_blocks = k_blocks_of(part.k);
 #pragma unroll
-    for (int r = 0; r < kTiles; r++) weights[r] = part.weights + ((size_t)min(group * kTiles + r, p.n_tiles - 1) * k_blocks + first) * 64 + lane;
+    for (int r = 0; r < kTiles; r++) {
+      const size_t block = (size_t)min(group * kTiles + r, p.n_tiles - 1) * k_blocks + first;
+      weights[r] = reinterpret_cast<const char*>(part.weights) + block * F::kBlockBytes + lane * F::kLaneBytes;
+      scales[r] = part.scales + block * 2;
+    }
   };
-  uint4 held[kAhead][kTiles][2], in[kAhead][kColumns];
+  typename F::Held held[kAhead][kTiles];
+  uint4 in[kAhead][kColumns];
   auto fetch = [&](int slot, int block, int u) {   // starts the loads of my block `block` + u, if there is one
     if (block + u < n_mine) {
 #pragma unroll
       for (int r = 0; r < kTiles; r++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) held[slot][r][h] = load_weights(weights[r] + (size_t)block * 64 + u * 64 + h * 32);
+        F::load(held[slot][r], weights[r] + (size_t)block * F::kBlockBytes + u * F::kBlockBytes, scales[r] + (block + u) * 2, lane);
     }
   };
   auto fetch_x = [&](int slot, int block, int u) {
@@ -77,9 +85,12 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   };
   // What an output needs besides the sums is loaded early, constants before the dependency wait; raw, since a conversion here would wait for it.
   unsigned short next_norm = 0, bias = 0;
+  float row_scale = 1;
   auto fetch_constants = [&](int group) {
     const Output o = output_of(threadIdx.x, group);
-    if (!o.wanted || o.n >= p.n) return;
+    if (!o.wanted) return;
+    if (std::is_same<F, Fp8Rows>::value) row_scale = __uint_as_float(load_weights(reinterpret_cast<const uint32_t*>(p.row_scales + o.n)));
+    if (o.n >= p.n) return;
     if (p.next_norm) next_norm = load_constant_bits(p.next_norm + o.n);
     if (p.bias) bias = load_constant_bits(p.bias + o.n);
   };
@@ -122,6 +133,13 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
     for (int i = 0; i < kParts; i++) {
       const LinearPart& part = p.part[i];
       const bool last_part = i + 1 == kParts;
+      if (kGrouped) {
+#pragma unroll
+        for (int c = 0; c < kColumns; c++) {
+          const int row = c * 8 + g;
+          x[c] = part.x + (size_t)(row < p.rows ? row : 0) * part.x_stride + group / p.group_tiles * p.group_stride + first * 32 + 8 * t;
+        }
+      }
 #pragma unroll
       for (int u = 0; u < kAhead; u++) fetch_x(u, 0, u);
       if (last_part && reads_residual) residual = load_activation(residual_at);
@@ -161,10 +179,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 #pragma unroll
           for (int r = 0; r < kTiles; r++)
 #pragma unroll
-            for (int c = 0; c < kColumns; c++) {
-              mma_bf16(acc[r][c], held[u][r][0], in[u][c].x, in[u][c].y);
-              mma_bf16(acc[r][c], held[u][r][1], in[u][c].z, in[u][c].w);
-            }
+            for (int c = 0; c < kColumns; c++) F::multiply(acc[r][c], held[u][r], in[u][c]);
           fetch(u, b0 + kAhead, u);
           fetch_x(u, b0 + kAhead, u);
 #ifdef PLANT_OFF_BY_ONE
@@ -223,6 +238,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
             for (int s = 0; s < kBatch; s++)
               if (s0 + s < part.n_segments) sum = __fadd_rn(sum, v[s]);
           }
+          if (std::is_same<F, Fp8Rows>::value) sum = __fmul_rn(row_scale, sum);
           sum = __fmul_rn(inv, sum);
           y = i == 0 ? sum : __fadd_rn(y, sum);
         }
@@ -273,7 +289,16 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 
 // linear_m<most rows>_t<tiles a group>_w<warps>_a<blocks ahead>; linear_two takes two parts and up to 16 rows. Launched with min(n_groups, 2 blocks per SM).
 // On an H200 these beat 8 warps, 2 tiles a group and 1 block ahead by 1 to 15 % at 8B, 1B and 135M; 3 blocks ahead, or 24 warps, spill.
-#define LINEAR(name, tiles, columns, warps, ahead, parts) KERNEL(name, LinearParams, warps * 32, 2) { linear<tiles, columns, warps, ahead, parts>(p); }
-LINEAR(linear_m8_t1_w16_a2, 1, 1, 16, 2, 1)
-LINEAR(linear_m16_t1_w16_a1, 1, 2, 16, 1, 1)
-LINEAR(linear_two, 1, 2, 16, 1, 2)
+#define LINEAR(name, format, tiles, columns, warps, ahead, parts, ...) \
+  KERNEL(name, LinearParams, warps * 32, 2) { linear<format, tiles, columns, warps, ahead, parts, ##__VA_ARGS__>(p); }
+LINEAR(linear_m8_t1_w16_a2, Bf16, 1, 1, 16, 2, 1)
+LINEAR(linear_m16_t1_w16_a1, Bf16, 1, 2, 16, 1, 1)
+LINEAR(linear_two, Bf16, 1, 2, 16, 1, 2)
+LINEAR(linear_m8_fp8, Fp8, 1, 1, 16, 2, 1)
+LINEAR(linear_m16_fp8, Fp8, 1, 2, 16, 1, 1)
+LINEAR(linear_m8_fp8_rows, Fp8Rows, 1, 1, 16, 3, 1)
+LINEAR(linear_m16_fp8_rows, Fp8Rows, 1, 2, 16, 1, 1)
+LINEAR(linear_m8_int4, Int4, 1, 1, 16, 3, 1)
+LINEAR(linear_m16_int4, Int4, 1, 2, 16, 1, 1)
+LINEAR(linear_m8_grouped, Bf16, 1, 1, 16, 2, 1, true)
+LINEAR(linear_m16_grouped, Bf16, 1, 2, 16, 1, 1, true)

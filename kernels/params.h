@@ -137,7 +137,8 @@ enum Epilogue : int {
 
 // One input of a linear and its weights; y = inv * sum over k of w[n][k] * x[row][k].
 struct LinearPart {
-  const uint4* weights;  // re-tiled [n_tiles][k_blocks][2][32]
+  const uint4* weights;  // re-tiled (format.cuh)
+  const float* scales;   // [n_tiles][k_blocks][2], of block-scaled FP8
   const bf16* x;         // [rows][x_stride]; with a norm: normed
   const float* squares;  // [rows][k / 16], or null: no norm, inv = 1. Read by linear_m* only
   const float* inv;      // [rows] from norm_rows, or null. Read by linear_prefill only
@@ -160,6 +161,9 @@ struct LinearParams {
   float* max_value;      // [rows][gridDim.x] or null
   int* max_id;           // [rows][gridDim.x]: lowest n with that value
   const int* n_rows;     // rows in use, on the device (State.rows), or null: `rows`. linear_m*: read for last_row only
+  const float* row_scales; // [n_tiles * 16] in the order of tiles: linear_*_fp8_rows
+  int group_tiles;       // linear_*_grouped: tile i reads x from column i / group_tiles * group_stride on
+  int group_stride;
   int n_parts;           // 1 or 2
   int n;                 // outputs; rows of weights beyond it are padding
   int n_tiles;           // 16-row tiles of weights
@@ -169,8 +173,8 @@ struct LinearParams {
   int tap_stride;
   int last_row;          // 1: the only row is the last in use, n_rows - 1 of x; its output is row 0. Not linear_two
 };
-static_assert(sizeof(LinearPart) == 48, "twin in Rust");
-static_assert(sizeof(LinearParams) == 216, "twin in Rust");
+static_assert(sizeof(LinearPart) == 56, "twin in Rust");
+static_assert(sizeof(LinearParams) == 248, "twin in Rust");
 
 // ---- norm.cu ----
 struct NormParams {
@@ -242,6 +246,39 @@ struct FillParams {
   int pad;
 };
 static_assert(sizeof(FillParams) == 40, "twin in Rust");
+
+// repack_fp8, repack_int4: rows of codes and their scales into the layouts of format.cuh. Columns and rows of a block of 32 x 16 that are not there get code 0 (of Int4: 8) and
+// scale 0.
+struct RepackCodesParams {
+  const unsigned char* source;  // codes of n_source_rows rows: e4m3 [source_stride], or packed words of 8 columns
+  const void* scales;           // of the whole tensor, [..][scale_stride]: f32, or bf16 when scale_bf16 is set
+  unsigned char* weights;
+  float* tile_scales;           // FP8: [..][k_blocks][2], or null: scales are applied by row
+  long long source_stride;      // bytes
+  int scale_stride;
+  int scale_bf16;
+  int block_rows;               // rows and columns of the tensor that share a scale
+  int block_cols;
+  int first_row;                // of the tensor: source row 0, and column 0 of the source
+  int first_col;
+  int order;                    // RowOrder
+  int n_source_rows;
+  int rows;
+  int row_offset;
+  int k;
+  int k_blocks;
+};
+static_assert(sizeof(RepackCodesParams) == 88, "twin in Rust");
+// fill_codes: codes from a hash, for random weights: e4m3 up to 1.875 in magnitude, or any four bits; tile scales and those of Int4 are `scale`.
+struct FillCodesParams {
+  unsigned char* weights;
+  float* tile_scales;           // FP8, or null
+  unsigned long long seed;
+  unsigned long long n_blocks;  // of 16 rows and 32 columns
+  int four_bits;
+  float scale;
+};
+static_assert(sizeof(FillCodesParams) == 40, "twin in Rust");
 
 // ---- probe.cu: read_ceiling ----
 struct ReadParams {
@@ -424,3 +461,100 @@ struct PeerParams {
   int rounds;
 };
 static_assert(sizeof(PeerParams) == 136, "twin in Rust");
+
+// ---- experts.cu ----
+constexpr int kMaxExperts = 512, kMaxChosen = 16, kExpertRows = 16;
+// One expert that some rows of a pass want. Items ascend by expert; the shared expert, if there is one, is the last and has all rows.
+struct ExpertItem {
+  int expert;                     // -1: the shared one
+  int n;                          // rows
+  unsigned char row[kExpertRows]; // ascending
+  unsigned char slot[kExpertRows];// where the expert stands among that row's, in ascending order; the shared one behind the last
+};
+// What the rows of a pass want; device memory, written by route.
+struct ExpertWork {
+  int n_items, n_routed, pad[2];
+  float weight[kExpertRows][kMaxChosen];  // by slot
+  ExpertItem item[kExpertRows * kMaxChosen + 1];
+};
+static_assert(sizeof(ExpertItem) == 40, "twin in Rust");
+
+// route: one block of 512 threads.
+struct RouteParams {
+  const float* logits;            // [rows][n_experts]
+  const float* bias;              // [n_experts] added to scores for the choice alone, or null
+  ExpertWork* work;
+  const int* n_rows;              // rows in use, or null: `rows`
+  int rows, first_row;            // rows of this launch, and the row of the pass that its row 0 is
+  int n_experts, top_k, n_groups, top_groups;
+  int softmax;                    // scores: 1 softmax of the logits, 0 their sigmoid
+  int normalised;                 // weights of a row are divided by their sum (+ 1e-20)
+  int shared;                     // there is a shared expert
+  float scale;                    // of all weights
+};
+static_assert(sizeof(RouteParams) == 72, "twin in Rust");
+
+// One expert's matrices, re-tiled (format.cuh); expert e is e * bytes and, of FP8, e * scales away from the first.
+struct ExpertMatrix {
+  const unsigned char* weights;
+  const float* tile_scales;
+  unsigned long long bytes;
+  int scales;
+  int dim;                        // up: columns of its act; down: its K
+};
+// experts_up_*: act[row][slot * routed.dim ..] = silu(gate) * up of each item, gate and up interleaved as in kEpilogueSilu.
+// experts_down_*: y[row][n] = sum over slots, ascending, of weight * down(act), then the shared expert's; into the stream (and tap, and normed and squares for
+// the next linear), or, as bf16, into partial.
+struct ExpertParams {
+  ExpertMatrix routed, shared;
+  const ExpertWork* work;
+  const bf16* x;                  // up: normed [rows][x_stride]; down: act
+  const float* squares;           // up: [rows][k / 16] of the stream
+  bf16* act;                      // up: [rows][act_stride]
+  float* stream;                  // down: [rows][n]
+  bf16* partial;                  // down: [rows][n]; then stream is null
+  bf16* tap;                      // as in LinearParams, with next_norm, normed, squares_out
+  const bf16* next_norm;
+  bf16* normed;
+  float* squares_out;
+  int k;                          // up: columns of x
+  int x_stride, act_stride, tap_stride;
+  int n;                          // down: outputs, a multiple of 16
+  int rows;                       // of the launch
+  int top_k;
+  float eps;
+};
+static_assert(sizeof(ExpertMatrix) == 32, "twin in Rust");
+static_assert(sizeof(ExpertParams) == 176, "twin in Rust");
+
+// ---- mla.cu ----
+// The chunks of a latent cache: 64 positions wide up to 2,048, 256 up to 16,384, 1,024 beyond. Absolute, so that bits depend on the position alone.
+__host__ __device__ inline int latent_chunk_of(int position) {
+  return position < 2048 ? position / 64 : position < 16384 ? 32 + (position - 2048) / 256 : 88 + (position - 16384) / 1024;
+}
+__host__ __device__ inline int latent_chunk_begin(int chunk) {
+  return chunk < 32 ? chunk * 64 : chunk < 88 ? 2048 + (chunk - 32) * 256 : 16384 + (chunk - 88) * 1024;
+}
+// All kernels of a layer's latent attention. Row i is at position *length + i, for i < min(*rows, max_rows). Heads are those of this rank.
+struct LatentParams {
+  const bf16* latents;     // [max_rows][latents_stride]: q_rank of queries, then kv_rank and rope_dim of keys and values, raw
+  const bf16* q;           // [max_rows][n_heads][nope_dim + rope_dim] raw
+  bf16* absorbed;          // [max_rows][n_heads][kv_rank + rope_dim]
+  bf16* attended;          // [max_rows][n_heads][kv_rank]
+  bf16* out;               // [max_rows][n_heads][v_dim]
+  bf16* cache;             // [capacity][kv_rank + rope_dim]
+  const uint4* w_uk;       // [n_heads] re-tiled [kv_rank / 16][nope_dim / 32][2][32]: the transposed rows of kv_b that make keys
+  const uint4* w_uv;       // [n_heads] re-tiled [v_dim / 16][kv_rank / 32][2][32]
+  const bf16* kv_norm;     // [kv_rank]
+  const float* inv_freq;   // [rope_dim / 2]
+  float* partials;         // [chunks of the captured context][max_rows * n_heads][kv_rank + 2]
+  const int* length;       // rows in the cache before this pass
+  const int* rows;
+  int q_rank, latents_stride, n_heads, kv_rank, nope_dim, rope_dim, v_dim;
+  int max_rows;            // at most 16
+  float scale;
+  float rope_factor;       // of cos and sin
+  float norm_eps;
+  int pad;
+};
+static_assert(sizeof(LatentParams) == 152, "twin in Rust");

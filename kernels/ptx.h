@@ -117,6 +117,25 @@ __device__ __forceinline__ uint4 load_weights(const uint4* p) {
   return r;
 #endif
 }
+// 8 and 4 bytes of the same kind.
+__device__ __forceinline__ uint2 load_weights(const uint2* p) {
+#ifdef CPU_SHIM
+  return *p;
+#else
+  uint2 r;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(p));
+  return r;
+#endif
+}
+__device__ __forceinline__ uint32_t load_weights(const uint32_t* p) {
+#ifdef CPU_SHIM
+  return *p;
+#else
+  uint32_t r;
+  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(r) : "l"(p));
+  return r;
+#endif
+}
 // 16 bytes of constants that other warps or later tiles want too (norm weights): kept in L1. Legal before pdl_wait.
 __device__ __forceinline__ uint4 load_constants(const uint4* p) {
 #ifdef CPU_SHIM
@@ -300,6 +319,43 @@ __device__ __forceinline__ float exp2_fast(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
+#endif
+}
+
+// Two bf16 at once, each result rounded once; subnormal numbers count.
+#ifdef CPU_SHIM
+__device__ __forceinline__ uint32_t bf16x2_each(uint32_t a, uint32_t b, float (*f)(float, float)) {
+  const auto at = [](uint32_t w, int i) { return __uint_as_float(i ? w & 0xffff0000u : w << 16); };
+  return (uint32_t)__bfloat16_as_ushort(__float2bfloat16(f(at(a, 0), at(b, 0)))) | (uint32_t)__bfloat16_as_ushort(__float2bfloat16(f(at(a, 1), at(b, 1)))) << 16;
+}
+#endif
+__device__ __forceinline__ uint32_t bf16x2_mul(uint32_t a, uint32_t b) {
+#ifdef CPU_SHIM
+  return bf16x2_each(a, b, [](float x, float y) { return x * y; });
+#else
+  uint32_t r;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+#endif
+}
+__device__ __forceinline__ uint32_t bf16x2_sub(uint32_t a, uint32_t b) {
+#ifdef CPU_SHIM
+  return bf16x2_each(a, b, [](float x, float y) { return x - y; });
+#else
+  uint32_t r;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+#endif
+}
+// Byte i of the result is byte (selector >> 4 i) % 8 of b:a.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+#ifdef CPU_SHIM
+  const uint64_t both = (uint64_t)b << 32 | a;
+  uint32_t r = 0;
+  for (int i = 0; i < 4; i++) r |= (uint32_t)(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return r;
+#else
+  return __byte_perm(a, b, selector);
 #endif
 }
 

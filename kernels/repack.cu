@@ -7,12 +7,15 @@ __device__ __forceinline__ bf16 source_element(const RepackParams& p, size_t at)
   return __float2bfloat16(p.source_type == kSourceF16 ? __half2float(static_cast<const __half*>(p.source)[at]) : static_cast<const float*>(p.source)[at]);
 }
 
+// Where a source row goes: its row among the weight's, in tiles.
+__device__ __forceinline__ int row_in_tiles(int order, int at) { return order == kRowsPlain ? at : (at >> 3) * 16 + (at & 7) + (order == kRowsUp ? 8 : 0); }
+
 // Grid: (ceil(k_blocks * 16 / 256), rows) blocks of 256 threads; a thread moves one pair of elements of one row.
 __device__ __forceinline__ void repack_body(const RepackParams& p) {
   const int k = (blockIdx.x * blockDim.x + threadIdx.x) * 2, row = blockIdx.y;
   if (k >= p.k_blocks * 32) return;
   const int at = p.row_offset + row;
-  const int n = p.order == kRowsPlain ? at : (at >> 3) * 16 + (at & 7) + (p.order == kRowsUp ? 8 : 0);
+  const int n = row_in_tiles(p.order, at);
   uint32_t pair = 0;
   if (row < p.n_source_rows) {
     const size_t from = (size_t)row * p.source_stride + k;
@@ -22,13 +25,42 @@ __device__ __forceinline__ void repack_body(const RepackParams& p) {
   reinterpret_cast<uint32_t*>(p.weights)[retiled_index(n, k, p.k_blocks) / 2] = pair;
 }
 
+__device__ __forceinline__ float scale_of(const RepackCodesParams& p, int row, int k) {
+  const size_t at = (size_t)((p.first_row + row) / p.block_rows) * p.scale_stride + (p.first_col + k) / p.block_cols;
+  return p.scale_bf16 ? __bfloat162float(static_cast<const bf16*>(p.scales)[at]) : static_cast<const float*>(p.scales)[at];
+}
+// Grid: (ceil(k_blocks * 4 / 256), rows) blocks of 256 threads; a thread moves 8 columns of one row.
+__device__ __forceinline__ void repack_fp8_body(const RepackCodesParams& p) {
+  const int part = blockIdx.x * blockDim.x + threadIdx.x, k = part * 8, row = blockIdx.y;
+  if (part >= p.k_blocks * 4) return;
+  const int n = row_in_tiles(p.order, p.row_offset + row), lane = (n & 7) * 4 + (part & 3), high = (n >> 3) & 1;
+  const size_t block = (size_t)(n >> 4) * p.k_blocks + (part >> 2);
+  const bool inside = row < p.n_source_rows;
+  for (int e = 0; e < 8; e++) p.weights[block * 512 + lane * 16 + high * 8 + e] = inside && k + e < p.k ? p.source[(size_t)row * p.source_stride + k + e] : 0;
+  if (p.tile_scales && (n & 7) == 0 && (part & 3) == 0) p.tile_scales[block * 2 + high] = inside && k < p.k ? scale_of(p, row, k) : 0.0f;
+}
+__device__ __forceinline__ void repack_int4_body(const RepackCodesParams& p) {
+  const int part = blockIdx.x * blockDim.x + threadIdx.x, k = part * 8, row = blockIdx.y;
+  if (part >= p.k_blocks * 4) return;
+  const int n = row_in_tiles(p.order, p.row_offset + row), g = n & 7, high = (n >> 3) & 1;
+  unsigned char* block = p.weights + ((size_t)(n >> 4) * p.k_blocks + (part >> 2)) * 288;
+  const bool inside = row < p.n_source_rows;
+  uint32_t from = 0x88888888u, to = 0;
+  if (inside && k < p.k) memcpy(&from, p.source + (size_t)row * p.source_stride + part * 4, 4);
+  for (int e = 0; e < 8; e++) to |= (k + e < p.k ? from >> 4 * e & 15 : 8u) << 4 * ((e >> 1) + 4 * (e & 1));
+  memcpy(block + (g * 4 + (part & 3)) * 8 + high * 4, &to, 4);
+  if ((part & 3) == 0) reinterpret_cast<bf16*>(block + 256)[g * 2 + high] = __float2bfloat16(inside && k < p.k ? scale_of(p, row, k) : 0.0f);
+}
+
 // A bijective mix of 64 bits (splitmix64's finaliser); its upper 24 bits are the number.
-__device__ __forceinline__ float uniform(unsigned long long seed, unsigned long long index) {
+__device__ __forceinline__ unsigned long long mixed(unsigned long long seed, unsigned long long index) {
   unsigned long long z = (seed + index + 1) * 0x9e3779b97f4a7c15ull;
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-  z ^= z >> 31;
-  return (float)(unsigned)(z >> 40) * 1.1920928955078125e-7f - 1.0f;   // 2^-23: [-1, 1)
+  return z ^ (z >> 31);
+}
+__device__ __forceinline__ float uniform(unsigned long long seed, unsigned long long index) {
+  return (float)(unsigned)(mixed(seed, index) >> 40) * 1.1920928955078125e-7f - 1.0f;   // 2^-23: [-1, 1)
 }
 
 // Grid: any number of blocks of 256 threads. Writes padding (n up to 16, k up to 32) as zeros when re-tiled.
@@ -42,7 +74,23 @@ __device__ __forceinline__ void fill_random_body(const FillParams& p) {
     static_cast<bf16*>(p.to)[p.retiled ? retiled_index(n, k, k_blocks) : i] = __float2bfloat16(v);
   }
 }
+// Grid: any number of blocks of 256 threads; a thread fills a block of 16 x 32.
+__device__ __forceinline__ void fill_codes_body(const FillCodesParams& p) {
+  for (unsigned long long block = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x; block < p.n_blocks; block += (unsigned long long)gridDim.x * blockDim.x) {
+    uint32_t* words = reinterpret_cast<uint32_t*>(p.weights + block * (p.four_bits ? 288 : 512));
+    for (int i = 0; i < (p.four_bits ? 64 : 128); i++) {
+      const uint32_t bits = mixed(p.seed, block * 128 + i) >> 32;
+      words[i] = p.four_bits ? bits : bits & 0xbfbfbfbfu;
+    }
+    const uint32_t scale = __bfloat16_as_ushort(__float2bfloat16(p.scale));
+    if (p.four_bits) for (int g = 0; g < 8; g++) words[64 + g] = scale << 16 | scale;
+    if (p.tile_scales) p.tile_scales[block * 2] = p.tile_scales[block * 2 + 1] = p.scale;
+  }
+}
 }  // namespace
 
 KERNEL(repack, RepackParams, 256) { repack_body(p); }
+KERNEL(repack_fp8, RepackCodesParams, 256) { repack_fp8_body(p); }
+KERNEL(repack_int4, RepackCodesParams, 256) { repack_int4_body(p); }
 KERNEL(fill_random, FillParams, 256) { fill_random_body(p); }
+KERNEL(fill_codes, FillCodesParams, 256) { fill_codes_body(p); }

@@ -75,13 +75,22 @@ def frequencies(c, dim):
     s = c.get("rope_scaling")
     if not s:
         return f, 1.0
-    assert s["rope_type"] == "yarn"
+    assert s.get("rope_type", s.get("type")) == "yarn"
     turns = (
         lambda t: dim * math.log(s["original_max_position_embeddings"] / (t * 2 * math.pi)) / (2 * math.log(c.get("rope_theta", 10000.0)))
     )
     low, high = max(math.floor(turns(32)), 0), min(math.ceil(turns(1)), dim - 1)
     stretch = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
-    return f * (1 - stretch) + f / s["factor"] * stretch, 0.1 * math.log(s["factor"]) + 1
+    size = 1.0 if "mscale" in s else 0.1 * math.log(s["factor"]) + 1  # mscale and mscale_all_dim are equal here
+    return f * (1 - stretch) + f / s["factor"] * stretch, size
+
+
+def rotate_pairs(x, positions, freq):  # x [T, heads, dim]: 2i with 2i + 1
+    angle = positions[:, None] * freq[0]
+    c, s = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    y = np.empty_like(x)
+    y[..., 0::2], y[..., 1::2] = x[..., 0::2] * c - x[..., 1::2] * s, x[..., 1::2] * c + x[..., 0::2] * s
+    return y
 
 
 def rotate(x, positions, freq):  # x [T, heads, dim]
@@ -91,9 +100,9 @@ def rotate(x, positions, freq):  # x [T, heads, dim]
     return np.concatenate([a * c - b * s, b * c + a * s], -1)
 
 
-def attend(q, keys, values, first):  # q [T, heads, dim] at positions first.., keys [S, kv heads, dim]
+def attend(q, keys, values, first, sharper=1.0):  # q [T, heads, dim] at positions first.., keys [S, kv heads, dim]
     group = q.shape[1] // keys.shape[1]
-    scores = np.einsum("qhd,khd->hqk", q, np.repeat(keys, group, 1)) / math.sqrt(q.shape[2])
+    scores = np.einsum("qhd,khd->hqk", q, np.repeat(keys, group, 1)) / math.sqrt(q.shape[2]) * sharper
     scores[:, np.arange(len(keys))[None] > first + np.arange(len(q))[:, None]] = -np.inf
     w = np.exp(scores - scores.max(-1, keepdims=True))
     w /= w.sum(-1, keepdims=True)
@@ -130,8 +139,9 @@ class Drafter:
             flags,
             c["rms_norm_eps"],
         )
+        self.c = c
         self.dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-        self.freq = frequencies(c, self.dim)
+        self.freq = frequencies(c, c.get("qk_rope_head_dim", self.dim))
         self.map = np.arange(len(self.head)) + (w["d2t"].astype(np.int64) if "d2t" in w else 0)
 
     def W(self, name):
@@ -150,17 +160,36 @@ class Drafter:
         m, T = "midlayer.", len(tokens)
         n = norm(f, self.W(m + "hidden_norm"), self.eps)
         z = np.concatenate([norm(self.embed[tokens], self.W(m + "input_layernorm"), self.eps), n], -1)
-        q, k, v = ((z @ self.W(m + f"self_attn.{p}_proj").T).reshape(T, -1, self.dim) for p in "qkv")
-        if m + "self_attn.q_norm.weight" in self.w:
-            q, k = norm(q, self.W(m + "self_attn.q_norm"), self.eps), norm(k, self.W(m + "self_attn.k_norm"), self.eps)
         pos = first + np.arange(T)
-        cache[0] = np.concatenate([cache[0][:first], rotate(k, pos, self.freq)])
-        cache[1] = np.concatenate([cache[1][:first], v])
+        sharper = 1.0
+        if "kv_lora_rank" in self.c:
+            q, k, v, sharper = self.latent(z, pos)
+        else:
+            q, k, v = ((z @ self.W(m + f"self_attn.{p}_proj").T).reshape(T, -1, self.dim) for p in "qkv")
+            if m + "self_attn.q_norm.weight" in self.w:
+                q, k = norm(q, self.W(m + "self_attn.q_norm"), self.eps), norm(k, self.W(m + "self_attn.k_norm"), self.eps)
+            q, k = rotate(q, pos, self.freq), rotate(k, pos, self.freq)
+        cache[0] = np.concatenate([cache[0][:first].reshape(-1, *k.shape[1:]), k])
+        cache[1] = np.concatenate([cache[1][:first].reshape(-1, *v.shape[1:]), v])
         x = n if self.flags.get("norm_before_residual") else f
-        x = x + attend(rotate(q, pos, self.freq), *cache, first) @ self.W(m + "self_attn.o_proj").T
+        x = x + attend(q, *cache, first, sharper) @ self.W(m + "self_attn.o_proj").T
         y = norm(x, self.W(m + "post_attention_layernorm"), self.eps)
         x = x + (silu(y @ self.W(m + "mlp.gate_proj").T) * (y @ self.W(m + "mlp.up_proj").T)) @ self.W(m + "mlp.down_proj").T
         return x
+
+    def latent(self, z, pos):
+        """Latent attention in its plain form: keys and values of each head, made of the latent."""
+        c, p, T = self.c, "midlayer.self_attn.", len(z)
+        nope, heads, rank = c["qk_nope_head_dim"], c["num_attention_heads"], c["kv_lora_rank"]
+        q = norm(z @ self.W(p + "q_a_proj").T, self.W(p + "q_a_layernorm"), 1e-6) @ self.W(p + "q_b_proj").T
+        q = q.reshape(T, heads, -1)
+        kv = z @ self.W(p + "kv_a_proj_with_mqa").T
+        kv_b = (norm(kv[:, :rank], self.W(p + "kv_a_layernorm"), 1e-6) @ self.W(p + "kv_b_proj").T).reshape(T, heads, -1)
+        k_rope = rotate_pairs(kv[:, None, rank:], pos, self.freq)
+        q = np.concatenate([q[..., :nope], rotate_pairs(q[..., nope:], pos, self.freq)], -1)
+        k = np.concatenate([kv_b[..., :nope], np.repeat(k_rope, heads, 1)], -1)
+        s = c["rope_scaling"]
+        return q, k, kv_b[..., nope:], (0.1 * s["mscale_all_dim"] * math.log(s["factor"]) + 1) ** 2
 
     def chain(self, x, cache, first, k):
         """k greedy drafts from the output row x [1, Hd] of entry first - 1: target ids, and logits [k, Vd]."""
@@ -177,8 +206,7 @@ class Drafter:
 def chains(drafter, ids, features, k, ends):
     """For each n of `ends`: drafts behind the text ids[:n + 1], whose last token is the root; the drafter has rows 0 .. n - 1."""
     f = drafter.fuse(features)
-    n_kv_heads = drafter.W("midlayer.self_attn.k_proj").shape[0] // drafter.dim
-    cache = [np.zeros((0, n_kv_heads, drafter.dim)) for _ in range(2)]
+    cache = [np.zeros((0, 1)) for _ in range(2)]
     x = drafter.rows(ids[1:], f[: len(ids) - 1], cache, 0)
     return [drafter.chain(x[n - 1 : n], [c[:n] for c in cache], n, k) for n in ends]
 
@@ -214,6 +242,30 @@ BASE = {
 }
 IDS = "eagle_aux_hidden_state_layer_ids"
 LLAMA = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+# As TorchSpec writes them for Kimi-K2.
+LATENT = {
+    **BASE,
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "model_type": "kimi_k2",
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "n_routed_experts": None,
+    "rope_theta": 50000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16,
+    },
+}
 # name: config as stored, layer entries that it means, flags, prefixes that the file's names have, dtype, options
 DRAFTERS = {
     # No layer ids: the entries are the engine's guess for 4 layers.
@@ -315,6 +367,22 @@ DRAFTERS = {
         "BF16",
         {"embed": True},
     ),
+    "latent": (
+        {**LATENT, "draft_vocab_size": 40, "eagle_config": {IDS: [1, 2, 3], "use_aux_hidden_state": True}},
+        [2, 3, 4],
+        {},
+        "layers.0.",
+        "BF16",
+        {"embed": True},
+    ),
+    "latent31": (
+        {**LATENT, "fc_norm": True, "norm_output": True, IDS: [2, 3]},
+        [2, 3],
+        {"fc_norm": True, "norm_output": True},
+        "midlayer.",
+        "BF16",
+        {},
+    ),
 }
 
 
@@ -333,6 +401,26 @@ def random_weights(rng, shapes, dtype):
         x = rng.standard_normal(shape)
         w[name] = rounded(1 + 0.3 * x if len(shape) == 1 else x * (1.5 / math.sqrt(shape[1])), dtype)
     return w
+
+
+def attention_shapes(c, p, hd, heads, kvh, dim):
+    if "kv_lora_rank" not in c:
+        return {
+            p + "q_proj.weight": (heads * dim, 2 * hd),
+            p + "k_proj.weight": (kvh * dim, 2 * hd),
+            p + "v_proj.weight": (kvh * dim, 2 * hd),
+            p + "o_proj.weight": (hd, heads * dim),
+        }
+    q_rank, rank, nope, rope, v = (c[k] for k in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    return {
+        p + "q_a_proj.weight": (q_rank, 2 * hd),
+        p + "q_a_layernorm.weight": (q_rank,),
+        p + "q_b_proj.weight": (heads * (nope + rope), q_rank),
+        p + "kv_a_proj_with_mqa.weight": (rank + rope, 2 * hd),
+        p + "kv_a_layernorm.weight": (rank,),
+        p + "kv_b_proj.weight": (heads * (nope + v), rank),
+        p + "o_proj.weight": (hd, heads * v),
+    }
 
 
 def tiny():
@@ -367,10 +455,7 @@ def tiny():
             m + "input_layernorm.weight": (hd,),
             m + "hidden_norm.weight": (hd,),
             m + "post_attention_layernorm.weight": (hd,),
-            m + "self_attn.q_proj.weight": (heads * dim, 2 * hd),
-            m + "self_attn.k_proj.weight": (kvh * dim, 2 * hd),
-            m + "self_attn.v_proj.weight": (kvh * dim, 2 * hd),
-            m + "self_attn.o_proj.weight": (hd, heads * dim),
+            **attention_shapes(c, m + "self_attn.", hd, heads, kvh, dim),
             m + "mlp.gate_proj.weight": (I, hd),
             m + "mlp.up_proj.weight": (I, hd),
             m + "mlp.down_proj.weight": (hd, I),

@@ -131,8 +131,8 @@ macro_rules! command {
             /// read the weights instead of mapping them (default on network file systems)
             #[argh(switch)]
             no_mmap: bool,
-            /// where drafts come from: an EAGLE-3 drafter's DIR, ngram, both with a comma between, or none (default: the model's directory
-            /// with -eagle3 behind its name, if there is one)
+            /// where drafts come from: an EAGLE-3 drafter's DIR or mtp (the model's own layer for multi-token prediction), ngram, two with a comma
+            /// between, or none (default: the model's directory with -eagle3 behind its name, if there is one)
             #[argh(option)]
             draft: Option<Draft>,
             /// drafts a cycle, 1 to 7, or auto: as many as pay (default: auto)
@@ -430,8 +430,9 @@ impl FromStr for Draft {
             match word {
                 "none" if list == "none" => {}
                 "ngram" if !draft.ngram => draft.ngram = true,
-                "" | "none" | "ngram" => return Err("expected a drafter's DIR, ngram, DIR,ngram or none".into()),
-                dir if draft.dir.is_none() => draft.dir = Some(dir.into()),
+                "mtp" if draft.dir.is_none() && !draft.mtp => draft.mtp = true,
+                "" | "none" | "ngram" => return Err("expected a drafter's DIR, mtp, ngram, DIR,ngram, mtp,ngram or none".into()),
+                dir if draft.dir.is_none() && !draft.mtp => draft.dir = Some(dir.into()),
                 dir => return Err(format!("expected one drafter, found {dir:?} as well")),
             }
         }
@@ -583,10 +584,13 @@ mod tests {
         assert!(number("0.7").is_ok() && number("0,7").is_err() && number("1f").is_err());
         assert_eq!(bias("7=-inf"), Ok((7, f32::NEG_INFINITY)));
         assert!(bias("7").is_err() && bias("x=1").is_err() && bias("-1=1").is_err());
-        assert_eq!(Draft::from_str("ngram"), Ok(Draft { dir: None, ngram: true }));
-        assert_eq!(Draft::from_str("a/b,ngram"), Ok(Draft { dir: Some("a/b".into()), ngram: true }));
+        assert_eq!(Draft::from_str("ngram"), Ok(Draft { ngram: true, ..Draft::default() }));
+        assert_eq!(Draft::from_str("a/b,ngram"), Ok(Draft { dir: Some("a/b".into()), ngram: true, ..Draft::default() }));
+        assert_eq!(Draft::from_str("mtp,ngram"), Ok(Draft { mtp: true, ngram: true, ..Draft::default() }));
         assert_eq!(Draft::from_str("none"), Ok(Draft::default()));
-        assert!(["", "a,b", "none,ngram", "ngram,ngram", "a,"].iter().all(|word| Draft::from_str(word).is_err()));
+        assert!(["", "a,b", "a,mtp", "mtp,a", "mtp,mtp", "none,ngram", "ngram,ngram", "a,"]
+            .iter()
+            .all(|word| Draft::from_str(word).is_err()));
         assert!(DraftTokens::from_str("7").is_ok() && DraftTokens::from_str("0").is_err() && DraftTokens::from_str("8").is_err());
         assert_eq!(List::from_str("0,4096").ok().unwrap().0, [0, 4096]);
         assert!(List::from_str("0,,1").is_err() && List::from_str("").is_err());

@@ -2,10 +2,13 @@
 //! text in text.rs, signals (O24) in cli.rs.
 #[path = "support/binary.rs"]
 mod binary;
+#[path = "support/quantised.rs"]
+mod quantised;
 mod support;
 
 use binary::{finish, on, volley, Done};
 use half::bf16;
+use quantised::{read_tensors, write_quantised, Scheme};
 use serde_json::{json, Value};
 use std::fs;
 use std::io::{Read, Write};
@@ -152,6 +155,23 @@ fn o05_mapped_and_plain_reads_are_equal() {
     let plain = on(dir.path(), "run", &["-v", "-n", "20", "--no-mmap", "hi"], b"").expect(0);
     assert_eq!(mapped.out, plain.out);
     assert!(mapped.err.contains("mapped") && plain.err.contains("plain reads"), "{} {}", mapped.err, plain.err);
+}
+
+#[test]
+fn o04_fp8_scales_are_used() {
+    let (dir, plain) = (TempDir::new().unwrap(), TempDir::new().unwrap());
+    write_quantised(&T0::new(), Scheme::Fp8Block(32, 32), dir.path(), plain.path());
+    let run = |dir: &Path| on(dir, "run", &["-v", "-n", "12", "hi"], b"");
+    // Seven linear layers of each of four decoder layers.
+    let done = run(dir.path()).expect(0);
+    assert!(done.err.contains("28 quantised matrices with 28 tensors of scales, fp8 e4m3 in blocks of 32 x 32"), "{}", done.err);
+    assert_eq!(done.out, run(plain.path()).expect(0).out);
+    let file = dir.path().join("model.safetensors");
+    let mut tensors = read_tensors(&file);
+    let name = "model.layers.2.mlp.up_proj.weight_scale_inv";
+    tensors.retain(|tensor| tensor.name != name);
+    write_safetensors(&file, &tensors);
+    run(dir.path()).expect_error(2, &[name, "no such tensor"]);
 }
 
 #[test]

@@ -16,7 +16,7 @@ use tempfile::{tempdir, TempDir};
 use volley::model::checkpoint::{self, Checkpoint, Dtype, Read, PIECE_BYTES};
 use volley::model::config::{Config, RopeScaling};
 use volley::model::draft::DraftModel;
-use volley::model::weights::{claim, Fuse, Role, Slice, Split, Table, WeightId, Weights};
+use volley::model::weights::{claim, claim_mtp, Fuse, Role, Slice, Split, Table, WeightId, Weights};
 
 fn made(model: T0) -> TempDir {
     let dir = tempdir().unwrap();
@@ -642,7 +642,7 @@ fn other_architectures_are_refused_by_name() {
 
 #[test]
 fn the_tiny_checkpoints_are_claimed_in_both_dialects() {
-    for arch in ["llama", "qwen2", "qwen3"] {
+    for arch in ["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"] {
         let dir = tiny(arch);
         let hub = Config::open(&dir).unwrap();
         let v5 = Config::parse(&fs::read_to_string(dir.join("config_v5.json")).unwrap(), None).unwrap();
@@ -652,13 +652,18 @@ fn the_tiny_checkpoints_are_claimed_in_both_dialects() {
         let claimed: std::collections::BTreeSet<&str> =
             weights.iter().flat_map(|(_, weight)| &weight.parts).map(|part| part.name.as_str()).collect();
         assert_eq!(claimed.into_iter().collect::<Vec<_>>(), checkpoint.names().collect::<Vec<_>>(), "{arch}");
+        if hub.latent.is_some() {
+            assert!(weights.find(id(Role::Qkv, Some(1))).is_none());
+            continue;
+        }
         let qkv = weights.get(id(Role::Qkv, Some(1)));
         let (q, kv) = (hub.n_heads * hub.head_dim, hub.n_kv_heads * hub.head_dim);
         assert_eq!((qkv.rows.as_slice(), qkv.cols, qkv.dtype()), ([q, kv, kv].as_slice(), hub.hidden, Dtype::Bf16));
         assert_eq!(qkv.parts[1].name, "model.layers.1.self_attn.k_proj.weight");
-        assert_eq!(weights.get(id(Role::GateUp, Some(0))).fuse, Fuse::Interleave);
+        let gate_up = if hub.has_experts(0) { Role::ExpertGateUp } else { Role::GateUp };
+        assert_eq!(weights.get(id(gate_up, Some(0))).fuse, Fuse::Interleave);
         assert_eq!(weights.find(id(Role::QkvBias, Some(0))).is_some(), arch == "qwen2");
-        assert_eq!(weights.find(id(Role::KNorm, Some(0))).is_some(), arch == "qwen3");
+        assert_eq!(weights.find(id(Role::KNorm, Some(0))).is_some(), arch.starts_with("qwen3"));
         assert!(weights.find(id(Role::Qkv, Some(hub.n_layers))).is_none());
     }
 }
@@ -700,9 +705,36 @@ fn every_row_of_the_table_is_used() {
         let drafter = DraftModel::open(dir.path(), &config, &target, Some(512), Read::Mmap).unwrap();
         used.extend(drafter.weights.iter().map(|(id, _)| ("eagle3".to_string(), id.role.to_string())));
     }
+    let drafts = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/draft");
+    let (config, _, target) = open(&drafts.join("target"), Read::Mmap).unwrap();
+    let latent = DraftModel::open(&drafts.join("latent"), &config, &target, None, Read::Mmap).unwrap();
+    used.extend(latent.weights.iter().map(|(id, _)| ("eagle3".to_string(), id.role.to_string())));
+    for name in ["qwen3_moe", "deepseek_v3", "kimi_k25_int4"] {
+        let (config, _, weights) = open(&tiny(name), Read::Mmap).unwrap();
+        used.extend(weights.iter().map(|(id, _)| (config.arch.clone(), id.role.to_string())));
+    }
+    // Qwen3-MoE without experts in any layer is Qwen3; Kimi-K2 is DeepSeek-V3 by another name.
+    let with = |dir: &Path, change: &dyn Fn(&mut Value)| {
+        let mut config: Value = serde_json::from_slice(&fs::read(dir.join("config.json")).unwrap()).unwrap();
+        change(&mut config);
+        let config = Config::parse(&config.to_string(), None).unwrap();
+        let weights = claim(&Table::builtin().unwrap(), &config, &Checkpoint::open(dir, Read::Mmap).unwrap()).unwrap();
+        weights.iter().map(|(id, _)| (config.arch.clone(), id.role.to_string())).collect::<Vec<_>>()
+    };
+    used.extend(with(made(T0::new().arch("qwen3")).path(), &|config| {
+        let experts = json!({
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32, "mlp_only_layers": [0, 1, 2, 3],
+        });
+        config.as_object_mut().unwrap().extend(experts.as_object().unwrap().clone());
+    }));
+    used.extend(with(&tiny("deepseek_v3"), &|config| config["model_type"] = json!("kimi_k2")));
+    let (config, checkpoint, _) = open(&tiny("dsv3_mtp"), Read::Mmap).unwrap();
+    let mtp = claim_mtp(&Table::builtin().unwrap(), &config, &checkpoint).unwrap();
+    used.extend(mtp.iter().map(|(id, _)| (config.arch.clone(), id.role.to_string())));
     let table: toml::Table = toml::from_str(include_str!("../weights.toml")).unwrap();
     for (arch, section) in &table {
-        for scope in ["model", "layer"] {
+        for scope in ["model", "layer", "mtp"] {
             for role in section.get(scope).and_then(|scope| scope.as_table()).into_iter().flat_map(|table| table.keys()) {
                 assert!(used.contains(&(arch.clone(), role.clone())), "{arch}.{scope}.{role} is claimed by no test model");
             }

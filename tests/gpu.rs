@@ -21,7 +21,7 @@ use volley::cmd::{answer, check, doctor, Device, Draft, ModelOptions, Session};
 use volley::cpu::Reference;
 use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling};
 use volley::error;
-use volley::gpu::comm::Algorithm;
+use volley::gpu::comm::{Algorithm, Fault, FaultKind};
 use volley::gpu::device::Gpu;
 use volley::gpu::links::{Collectives, Measure};
 use volley::gpu::machine::{Machine, Options};
@@ -139,12 +139,12 @@ fn ranks_hold_every_check() {
             let name = format!("{name} on {count} ranks, {}", algorithm.map_or("auto", Algorithm::name));
             found.push((compute_alike(&name, &mut conductor, dir.path()), answers(&mut conductor)));
             let ids = |n| move || token_ids(n, 500);
-            hold_on_ranks(&name, &mut conductor, ids(256), |m, ids| check::widths(m, ids));
-            hold_on_ranks(&name, &mut conductor, ids(130), |m, ids| check::chunks(m, ids));
+            hold_on_ranks(&name, &mut conductor, ids(256), check::widths);
+            hold_on_ranks(&name, &mut conductor, ids(130), check::chunks);
             if algorithm.is_none() {
-                hold_on_ranks(&name, &mut conductor, ids(256), |m, ids| check::graphs(m, ids));
-                hold_on_ranks(&name, &mut conductor, ids(256), |m, ids| check::sampling(m, ids));
-                hold_on_ranks(&name, &mut conductor, ids(256), |m, ids| check::drafts(m, ids));
+                hold_on_ranks(&name, &mut conductor, ids(256), check::graphs);
+                hold_on_ranks(&name, &mut conductor, ids(256), check::sampling);
+                hold_on_ranks(&name, &mut conductor, ids(256), check::drafts);
                 hold_on_ranks(&name, &mut conductor, ids(256), |m, ids| check::speculation(m, ids, 40, false));
             }
         }
@@ -159,11 +159,57 @@ fn ranks_speculate_without_a_change() {
     tiny8().set("vocab_size", 512).set("num_hidden_layers", 3).write(dir.path());
     let (config, weights) = model(dir.path());
     for count in [2, 8] {
-        let setup = ranks::setup(one_more_gpu, dir.path(), count, Some(tiny_llama_drafter(&config, &weights, true)), 256);
-        let mut conductor = Conductor::new(setup, one_more_gpu().unwrap(), &mut |_, _| {}).unwrap();
+        let setup = ranks::setup(one_more_gpu, gpus(), dir.path(), count, Some(tiny_llama_drafter(&config, &weights, true)), 256);
+        let mut conductor = Conductor::new(setup, one_more_gpu(0).unwrap(), &mut |_, _| {}).unwrap();
         let ids = || token_ids(256, 512);
         hold_on_ranks(&format!("{count} ranks"), &mut conductor, ids, |m, ids| check::speculation(m, ids, 60, true));
     }
+}
+
+/// Case O22: a rank that dies in the middle of an answer, and one whose words do not arrive at start, end all within 10 s with a line that names it.
+#[test]
+fn o22_ranks_fail_in_time() {
+    let Some(_) = gpu() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    tiny8().write(dir.path());
+    let check = |e: anyhow::Error, words: &[&str], start: std::time::Instant| {
+        let (line, took) = (format!("{e:#}"), start.elapsed());
+        println!("after {took:.2?}: {line}");
+        assert!(took.as_secs() < 10 && error::exit_code(&e) == error::MACHINE, "{line}");
+        assert!(words.iter().all(|word| line.contains(word)) && !line.contains('\n'), "{line}");
+    };
+    let mut both = conductor(dir.path(), 2, 256, None);
+    let answer = |both: &mut Conductor| {
+        let limits = Limits { end_ids: Vec::new(), max_tokens: 100, context: 256 };
+        both.begin(&token_ids(20, 500), 0, &Sampling::default(), &limits)?;
+        both.prefill(&token_ids(19, 500))?;
+        (0..10).try_for_each(|_| both.verify(1).and_then(|()| both.record().map(drop)))
+    };
+    answer(&mut both).unwrap();
+    // Rank 1 ends, and rank 0's graph waits on the GPU for what never comes.
+    let start = std::time::Instant::now();
+    let error = both.each("step 10", |machine| match machine.ranks().rank {
+        1 => Err(error::machine("killed")),
+        _ => machine.verify(1).and_then(|()| machine.record()),
+    });
+    check(error.err().unwrap(), &["rank 1 (GPU", "step 10, pass", "killed"], start);
+    drop(both);
+    assert!(start.elapsed().as_secs() < 10, "the end took {:?}", start.elapsed());
+    // Rank 0 leaves a pass out: the other waits for its words.
+    let mut both = conductor(dir.path(), 2, 256, None);
+    answer(&mut both).unwrap();
+    let start = std::time::Instant::now();
+    let error = both.each("step 11", |machine| match machine.ranks().rank {
+        0 => Ok(()),
+        _ => machine.verify(1).and_then(|()| machine.record().map(drop)),
+    });
+    check(error.err().unwrap(), &["rank 1 (GPU", "step 11, pass", "no data from rank 0"], start);
+    drop(both);
+    let start = std::time::Instant::now();
+    let mut silent = ranks::setup(one_more_gpu, gpus(), dir.path(), 2, None, 256);
+    silent.collectives.link.fault = Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0, only: None });
+    let error = Conductor::new(silent, one_more_gpu(0).unwrap(), &mut |_, _| {}).err().unwrap();
+    check(error, &["rank 0 (GPU", "load", "no data from rank 1"], start);
 }
 
 /// Normal exits are quick, one after the other, and give the memory back.
@@ -201,8 +247,8 @@ fn smollm2_on_three_ranks_is_as_near_to_f32_as_bf16_allows() {
     let (Some(_), Some(dir)) = (gpu(), smollm2()) else { return };
     let mut conductor = conductor(&dir, 3, 1024, None);
     near_the_goldens(&dir, &mut |ids, first| forced_on_ranks(&mut conductor, ids, first));
-    hold_on_ranks("SmolLM2", &mut conductor, || token_ids(1000, 49152), |m, ids| check::widths(m, ids));
-    hold_on_ranks("SmolLM2", &mut conductor, || token_ids(1000, 49152), |m, ids| check::sampling(m, ids));
+    hold_on_ranks("SmolLM2", &mut conductor, || token_ids(1000, 49152), check::widths);
+    hold_on_ranks("SmolLM2", &mut conductor, || token_ids(1000, 49152), check::sampling);
     hold_on_ranks("SmolLM2", &mut conductor, || token_ids(1000, 49152), |m, ids| check::speculation(m, ids, 100, false));
 }
 
@@ -502,15 +548,20 @@ fn smollm2_cycle_has_no_gap() {
 
 /// Ranks that share the GPU of `gpu()`.
 fn conductor(dir: &Path, count: usize, context: usize, algorithm: Option<Algorithm>) -> Conductor {
-    let mut setup = ranks::setup(one_more_gpu, dir, count, None, context);
+    let mut setup = ranks::setup(one_more_gpu, gpus(), dir, count, None, context);
     setup.collectives = Collectives { algorithm, measure: Measure::Anew, ..Collectives::default() };
-    Conductor::new(setup, one_more_gpu().unwrap(), &mut |_, _| {}).unwrap()
+    Conductor::new(setup, one_more_gpu(0).unwrap(), &mut |_, _| {}).unwrap()
 }
 
-fn one_more_gpu() -> anyhow::Result<Gpu> {
+/// GPUs that ranks are spread over: $VOLLEY_GPUS, else one.
+fn gpus() -> usize {
+    std::env::var("VOLLEY_GPUS").map_or(1, |n| n.parse().expect("VOLLEY_GPUS is a number"))
+}
+
+fn one_more_gpu(ordinal: usize) -> anyhow::Result<Gpu> {
     match std::env::var_os("VOLLEY_SHIM") {
         Some(library) => Ok(Gpu::new(Rc::new(Shim::open(Path::new(&library)).unwrap()))),
-        None => volley::gpu::open(0),
+        None => volley::gpu::open(ordinal),
     }
 }
 
@@ -605,7 +656,7 @@ fn session(dir: &Path, drafter: bool, ngram: bool, draft_tokens: Option<usize>) 
         context: Some(2048),
         no_mmap: false,
         weights: None,
-        draft: Some(Draft { dir: drafter.then(|| DRAFTER.into()), ngram }),
+        draft: Some(Draft { dir: drafter.then(|| DRAFTER.into()), mtp: false, ngram }),
         draft_tokens,
         gpus: vec![],
         tp: None,

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use volley::cpu::Reference;
 use volley::decode::{Drafting, Engine, Flow, Request, Sampling};
 use volley::model::checkpoint::{Checkpoint, Read};
-use volley::model::config::{Config, RopeScaling};
+use volley::model::config::{Config, RopeScaling, Routing};
 use volley::model::plan::{Owner, Pass, Step, MAX_WIDTH};
 use volley::model::weights::{claim, Role, Table};
 
@@ -20,7 +20,9 @@ const TINY_TOLERANCE: f32 = 1e-4;
 /// The same for SmolLM2's top-5 logits, which lie between 10 and 30. transformers differs from itself by up to 1.2e-4 there.
 const SMOLLM2_TOLERANCE: f32 = 5e-4;
 
-const TINY: [&str; 3] = ["llama", "qwen2", "qwen3"];
+const TINY: [&str; 5] = ["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"];
+/// Checkpoints with quantised weights; their logits have a standard deviation of about 0.4.
+const QUANTISED: [&str; 2] = ["kimi_k25_int4", "dsv3_fp8"];
 
 #[test]
 fn tiny_models_compute_what_transformers_computes() {
@@ -55,6 +57,29 @@ fn tiny_models_compute_what_transformers_computes() {
     }
 }
 
+/// Golden values are those of transformers on weights dequantised in f32. Norm weights, biases and scales all show: see tests/quant.rs.
+#[test]
+fn quantised_models_compute_what_transformers_computes() {
+    for name in QUANTISED {
+        let dir = data("tiny").join(name);
+        let tensors = std::fs::read(dir.join("golden.safetensors")).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&tensors).unwrap();
+        let ints = |name: &str| -> Option<Vec<u32>> {
+            let tensor = tensors.tensor(name).ok()?;
+            Some(tensor.data().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32).collect())
+        };
+        let logits = tensors.tensor("logits").unwrap();
+        let logits: Vec<f32> = logits.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+        let ids = ints("ids").unwrap();
+        let mut reference = open(&dir, Config::open(&dir).unwrap(), 256);
+        close(&format!("{name} logits"), &observe(&mut reference, &ids).logits, &logits, TINY_TOLERANCE);
+        if let Some(all) = ints("gen") {
+            let mut engine = Engine::new(Box::new(reference), Drafting::default()).unwrap();
+            assert_eq!(greedy(&mut engine, &ids, all.len() - ids.len()), all[ids.len()..], "{name}");
+        }
+    }
+}
+
 #[test]
 fn tiny_models_continue_as_transformers_does() {
     for arch in TINY {
@@ -68,13 +93,28 @@ fn tiny_models_continue_as_transformers_does() {
 #[test]
 fn a_dropped_feature_shows() {
     type Drop = fn(&mut Config);
-    let cases: [(&str, &str, Drop); 6] = [
+    fn routing(c: &mut Config) -> &mut Routing {
+        &mut c.experts.as_mut().unwrap().routing
+    }
+    let cases: [(&str, &str, Drop); 15] = [
         ("llama", "no_rope_scaling", |c| c.rope.scaling = RopeScaling::Default),
         ("llama", "rope_theta_500000", |c| c.rope.theta = 5e5),
         ("qwen2", "no_qkv_bias", |c| c.qkv_bias = false),
         ("qwen2", "rope_theta_10000", |c| c.rope.theta = 1e4),
         ("qwen3", "no_qk_norm", |c| c.qk_norm = false),
         ("qwen3", "rope_theta_10000", |c| c.rope.theta = 1e4),
+        ("qwen3_moe", "no_norm_topk_prob", |c| routing(c).normalised = false),
+        ("qwen3_moe", "top_1", |c| routing(c).top_k = 1),
+        ("deepseek_v3", "no_rope_scaling", |c| c.rope.scaling = RopeScaling::Default),
+        ("deepseek_v3", "no_mscale_in_softmax", |c| match &mut c.rope.scaling {
+            RopeScaling::Yarn { mscale_all_dim, attention_factor, .. } => (*mscale_all_dim, *attention_factor) = (None, Some(1.0)),
+            _ => unreachable!(),
+        }),
+        ("deepseek_v3", "rope_halves_not_pairs", |c| c.latent.as_mut().unwrap().interleaved = false),
+        ("deepseek_v3", "no_groups", |c| (routing(c).n_groups, routing(c).top_groups) = (1, 1)),
+        ("deepseek_v3", "no_norm_topk_prob", |c| routing(c).normalised = false),
+        ("deepseek_v3", "routed_scaling_1", |c| routing(c).scale = 1.0),
+        ("deepseek_v3", "no_shared_expert", |c| c.experts.as_mut().unwrap().shared_dim = 0),
     ];
     for (arch, feature, drop) in cases {
         let tiny = Tiny::open(arch);
@@ -269,10 +309,12 @@ impl SmolGolden {
     }
 }
 
-/// The checkpoint in `dir` with a config that may differ from its own: claimed by its own, computed by the given one.
+/// The checkpoint in `dir` with a config that may differ from its own: claimed by its own (but for the order of rope's rows, which is no
+/// matter of names and shapes), computed by the given one.
 fn open(dir: &Path, config: Config, context: usize) -> Reference {
     let checkpoint = Checkpoint::open(dir, Read::Mmap).unwrap();
-    let weights = claim(&Table::builtin().unwrap(), &Config::open(dir).unwrap(), &checkpoint).unwrap();
+    let own = Config { latent: config.latent, ..Config::open(dir).unwrap() };
+    let weights = claim(&Table::builtin().unwrap(), &own, &checkpoint).unwrap();
     Reference::new(config, weights, context, None, false).unwrap()
 }
 
@@ -289,6 +331,7 @@ fn observe(reference: &mut Reference, ids: &[u32]) -> Seen {
             let layer = match step {
                 Step::Embed { .. } => 0,
                 Step::Linear(l) if l.weight.role == Role::Down => l.weight.layer.unwrap() + 1,
+                Step::ExpertsDown(m) => m.down.layer.unwrap() + 1,
                 Step::Linear(l) if l.weight.role == Role::Head => return seen.logits.extend_from_slice(out),
                 _ => return,
             };
@@ -336,7 +379,10 @@ struct Shape {
 
 /// Models for the bit tests with `n` token ids: the tiny ones and, if it is there, SmolLM2 with at most 100.
 fn models(n: usize) -> Vec<(String, Reference, Vec<u32>, Shape)> {
-    let shape = |c: &Config| Shape { n_layers: c.n_layers, n_kv_heads: c.n_kv_heads, head_dim: c.head_dim, vocab: c.vocab };
+    let shape = |c: &Config| {
+        let head_dim = c.latent.map_or(c.head_dim, |latent| latent.row_dim());
+        Shape { n_layers: c.n_layers, n_kv_heads: c.n_kv_heads, head_dim, vocab: c.vocab }
+    };
     // An odd step through the vocabulary: no id comes twice, so that no two rows are equal by right.
     let ids = |n: usize, vocab: usize| (0..n).map(|i| ((i * 181 + 7) % vocab) as u32).collect();
     let mut models = Vec::new();
@@ -344,6 +390,11 @@ fn models(n: usize) -> Vec<(String, Reference, Vec<u32>, Shape)> {
         let tiny = Tiny::open(arch);
         let config = tiny.config("config.json");
         models.push((arch.to_string(), tiny.reference(config.clone()), ids(n, config.vocab), shape(&config)));
+    }
+    for name in QUANTISED {
+        let dir = data("tiny").join(name);
+        let config = Config::open(&dir).unwrap();
+        models.push((name.into(), open(&dir, config.clone(), 256), ids(n, config.vocab), shape(&config)));
     }
     if let Some(dir) = smollm2() {
         let config = Config::open(&dir).unwrap();

@@ -38,7 +38,18 @@ fn drafter() -> Drafter {
         norm_before_fc: false,
         fc_norm: false,
         norm_output: false,
+        latent: None,
+        mtp: None,
     }
+}
+
+const EIGHTH: Ranks = Ranks { rank: 0, count: 8 };
+
+/// The first layers of a long plan: up to the third layer with experts, and what follows the last.
+fn head(mut plan: Plan) -> Plan {
+    let downs: Vec<usize> = (0..plan.steps.len()).filter(|&i| matches!(plan.steps[i], Step::ExpertsDown(_))).collect();
+    plan.steps.drain(downs[1] + 1..downs[downs.len() - 1] + 1);
+    plan
 }
 
 #[test]
@@ -48,6 +59,9 @@ fn listings() {
     let tapped = plan::target(&llama, Pass::Verify { width: 4 }, Ranks { rank: 3, count: 8 }, &[2, 8, 13]).unwrap();
     check("llama-3.2-1b_verify_4_rank_3_of_8_tapped", &tapped);
     check("qwen3-8b_prefill_64", &plan::target(&config("qwen3-8b"), Pass::Prefill { rows: 64 }, Ranks::ONE, &[]).unwrap());
+    check("kimi-k2.5_verify_4_rank_0_of_8", &head(plan::target(&config("kimi-k2.5"), Pass::Verify { width: 4 }, EIGHTH, &[]).unwrap()));
+    check("deepseek-v3_verify_1", &head(plan::target(&config("deepseek-v3"), Pass::Verify { width: 1 }, Ranks::ONE, &[]).unwrap()));
+    check("qwen3-30b-a3b_verify_1", &head(plan::target(&config("qwen3-30b-a3b"), Pass::Verify { width: 1 }, Ranks::ONE, &[]).unwrap()));
     check("drafter_3", &plan::drafter(&drafter(), Pass::Draft { width: 8, drafts: 3 }, Ranks::ONE).unwrap());
     let flags = Drafter { fc_norm: true, norm_before_residual: true, norm_output: true, qk_norm: true, ..drafter() };
     check("drafter_flags_2", &plan::drafter(&flags, Pass::Draft { width: 8, drafts: 2 }, Ranks::ONE).unwrap());
@@ -69,6 +83,37 @@ fn bytes_are_those_of_the_published_shapes() {
             assert!((0.125..0.13).contains(&share), "{shape}: rank 0 of 8 reads {share} of all");
         }
     }
+}
+
+/// The table E.4 of the sizing notes that came with the shapes: GB of one pass over all GPUs, and on one of eight.
+#[test]
+fn bytes_of_experts_are_those_of_uniform_routing() {
+    let cases = [
+        ("kimi-k2.5", 1, 32.98, 6.03),
+        ("kimi-k2.5", 2, 44.63, 7.48),
+        ("kimi-k2.5", 4, 67.19, 10.30),
+        ("kimi-k2.5", 8, 109.57, 15.60),
+        ("deepseek-v3", 1, 37.7, 5.70),
+        ("deepseek-v3", 4, 95.2, 12.90),
+        ("deepseek-v3", 8, 163.9, 21.49),
+    ];
+    for (shape, width, all, eighth) in cases {
+        for (ranks, expected) in [(Ranks::ONE, all), (EIGHTH, eighth)] {
+            let found = plan::target(&config(shape), Pass::Verify { width }, ranks, &[]).unwrap().bytes(0, BF16) as f64 / 1e9;
+            assert!(
+                (found / expected - 1.0).abs() < 2e-3,
+                "{shape} at width {width} on one of {}: {found} GB, expected {expected}",
+                ranks.count
+            );
+        }
+    }
+    // 3.3 billion active parameters, of which the embedding table is one row (Qwen3-30B-A3B's model card).
+    let qwen = plan::target(&config("qwen3-30b-a3b"), Pass::Verify { width: 1 }, Ranks::ONE, &[]).unwrap().bytes(0, BF16) as f64 / 2e9;
+    assert!((qwen + 151_936.0 * 2048.0 / 1e9 - 3.34).abs() < 0.02, "{qwen} billion numbers without the embedding");
+    // One latent of 512 + 64 numbers a layer, on every rank.
+    let kimi = plan::target(&config("kimi-k2.5"), Pass::Verify { width: 1 }, EIGHTH, &[]).unwrap();
+    assert_eq!((kimi.kv.row_dim(), kimi.kv.n_layers * kimi.kv.row_dim() * 2), (576, 70_272));
+    assert_eq!(kimi.bytes(1000, BF16) - kimi.bytes(0, BF16), 70_272_000);
 }
 
 #[test]

@@ -7,6 +7,10 @@
 mod binary;
 #[path = "support/drafter.rs"]
 mod drafter;
+#[path = "support/experts.rs"]
+mod experts;
+#[path = "support/quantised.rs"]
+mod quantised;
 #[path = "support/smollm2.rs"]
 mod smollm2;
 mod support;
@@ -46,7 +50,7 @@ struct GoldenCase {
     logits: Vec<Vec<f32>>,
 }
 
-const DIALECTS: [&str; 7] = ["safeailab", "specforge", "speculators", "modelopt", "eagle31", "aux_norm", "narrow"];
+const DIALECTS: [&str; 9] = ["safeailab", "specforge", "speculators", "modelopt", "eagle31", "aux_norm", "narrow", "latent", "latent31"];
 
 fn golden(name: &str) -> Golden {
     serde_json::from_slice(&std::fs::read(data("draft").join(name).join("golden.json")).unwrap()).unwrap()
@@ -107,7 +111,7 @@ fn drafters_of_every_dialect_compute_what_their_authors_do() {
 #[test]
 fn a_wrong_flag_shows() {
     type Change = fn(&mut DraftModel);
-    let cases: [(&str, &str, Change); 8] = [
+    let cases: [(&str, &str, Change); 10] = [
         ("safeailab", "norm_before_residual", |d| d.shape.norm_before_residual = true),
         ("safeailab", "norm_output", |d| d.shape.norm_output = true),
         ("safeailab", "taps", |d| d.shape.taps = vec![2, 3, 4]),
@@ -116,6 +120,8 @@ fn a_wrong_flag_shows() {
         ("speculators", "qk_norm", |d| d.shape.qk_norm = false),
         ("eagle31", "fc_norm", |d| d.shape.fc_norm = false),
         ("aux_norm", "map", |d| d.map = Some((0..40).collect())),
+        ("latent", "scale", |d| d.shape.latent.as_mut().unwrap().1 = 1.0 / 12f32.sqrt()),
+        ("latent31", "rope_theta", |d| d.rope.theta = 10_000.0),
     ];
     for (name, what, change) in cases {
         let worst = worst_logit(name, &change);
@@ -211,7 +217,153 @@ fn the_shipped_drafter_computes_what_the_script_computes() {
     assert!((ours / theirs - 1.0f64).abs() < 0.08, "{ours} {theirs}");
 }
 
+/// transformers' MtpModel on the same checkpoint: the hidden state that goes in, normalised, and the logits that come out, for every position.
+#[test]
+fn multi_token_prediction_computes_what_transformers_computes() {
+    let dir = data("tiny/dsv3_mtp");
+    let file = std::fs::read(dir.join("golden.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+    let ints = |name: &str| -> Vec<u32> {
+        tensors.tensor(name).unwrap().data().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32).collect()
+    };
+    let floats = |name: &str| -> Vec<f32> {
+        tensors.tensor(name).unwrap().data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+    };
+    let (ids, next) = (ints("ids"), ints("toks"));
+    let mut reference = with_mtp(&dir, |_| {});
+    let limits = Limits { end_ids: vec![], max_tokens: 100, context: 256 };
+    reference.begin(&ids, 0, &Sampling::default(), &limits).unwrap();
+    for (i, chunk) in ids.chunks(5).enumerate() {
+        reference.run(Pass::Verify { width: chunk.len() }, chunk, 5 * i, &mut |_, _, _| {}).unwrap();
+    }
+    let close = |what: &str, ours: &[f32], golden: &[f32]| {
+        let worst = ours.iter().zip(golden).map(|(a, b)| if (a - b).is_nan() { f32::INFINITY } else { (a - b).abs() });
+        let worst = worst.fold(0.0, f32::max);
+        assert!(ours.len() == golden.len() && worst < 1e-4, "{what}: off by {worst}");
+    };
+    for (i, golden) in floats("mtp_logits").chunks_exact(256).enumerate() {
+        let (mut hidden, mut logits) = (Vec::new(), Vec::new());
+        reference.set_drafts(&[]).unwrap();
+        reference
+            .run(Pass::Draft { width: 8, drafts: 1 }, &next[i..=i], i, &mut |step, out, _| match step {
+                Step::Norm { weight, .. } if weight.layer.is_none() => hidden.extend_from_slice(out),
+                Step::DraftToken { .. } => logits.extend_from_slice(out),
+                _ => {}
+            })
+            .unwrap();
+        close(&format!("hidden state {i}"), &hidden, &floats("h")[64 * i..64 * (i + 1)]);
+        close(&format!("logits {i}"), &logits, golden);
+    }
+}
+
+/// A model with its layer for multi-token prediction as the drafter, which `change` may alter.
+fn with_mtp(dir: &Path, change: impl Fn(&mut DraftModel)) -> Reference {
+    let (config, weights) = open(dir);
+    let mut drafter = DraftModel::mtp(&Table::builtin().unwrap(), &config, &weights, &Checkpoint::open(dir, Read::Mmap).unwrap()).unwrap();
+    change(&mut drafter);
+    reference(config, weights, Some(drafter), true)
+}
+
+#[test]
+fn a_model_drafts_by_its_own_layer_from_the_command_line() {
+    let dir = tempdir().unwrap();
+    T0::new().write(dir.path()); // for its tokenizer
+    experts::write_tiny8(dir.path(), Some(quantised::Scheme::Fp8Block(32, 32)));
+    let run = |dir: &Path, args: &[&str]| {
+        binary::on(dir, "run", &[&["-v", "-n", "24", "-t", "3", "--seed", "4"], args, &["hello"]].concat(), b"")
+    };
+    let plain = run(dir.path(), &["--draft", "none"]).expect(0);
+    for draft in ["mtp", "mtp,ngram"] {
+        let drafted = run(dir.path(), &["--draft", draft, "--draft-tokens", "3"]).expect(0);
+        assert_eq!(drafted.out, plain.out, "{draft}");
+        assert!(drafted.err.contains("multi-token prediction by layer 3, 512 draft ids"), "{}", drafted.err);
+        assert!(drafted.err.contains("quantised matrices with"), "{}", drafted.err);
+    }
+    let t0 = tempdir().unwrap();
+    T0::new().write(t0.path());
+    run(t0.path(), &["--draft", "mtp"]).expect_error(2, &["--draft mtp", "num_nextn_predict_layers", "found none"]);
+}
+
 // ---- the text does not depend on drafts
+
+/// Targets with latent attention and experts, plain and quantised, each kind of drafter, every number of drafts.
+#[test]
+fn ids_of_models_with_experts_are_equal_with_every_drafter() {
+    type Make = fn(&Path) -> Reference;
+    fn latent_eagle(dir: &Path) -> Reference {
+        let (config, weights) = open(dir);
+        let draft = tempdir().unwrap();
+        latent_drafter(&config).write(draft.path());
+        let drafter = DraftModel::open(draft.path(), &config, &weights, None, Read::Mmap).unwrap();
+        assert!(drafter.shape.latent.is_some());
+        let mut made = reference(config, weights, Some(drafter), true);
+        made.set_drafts(&[]).unwrap();
+        made
+    }
+    let cases: [(&str, Make); 4] = [
+        ("dsv3_mtp", |dir| with_mtp(dir, |_| {})),
+        ("dsv3_mtp", latent_eagle),
+        ("kimi_k25_int4", latent_eagle),
+        ("dsv3_fp8", latent_eagle),
+    ];
+    for (name, make) in cases {
+        let dir = data("tiny").join(name);
+        let (config, weights) = open(&dir);
+        let vocab = config.vocab as u32;
+        let mut plain = Engine::new(Box::new(reference(config, weights, None, false)), Drafting::default()).unwrap();
+        let prompt: Vec<u32> = prompt(14).iter().map(|id| id % vocab).collect();
+        for by in [By::Eagle, By::Both] {
+            for k in [1, 2, 4, MAX_DRAFTS] {
+                let mut engine = Engine::new(Box::new(make(&dir)), drafting(by, Some(k))).unwrap();
+                for (temperature, seed) in [(0.0, 1), (0.8, 2), (4.0, 3), (4.0, 4)] {
+                    let sampling = Sampling { temperature, seed, ..Sampling::default() };
+                    let expected = generate(&mut plain, &prompt, &sampling, &[], Some(N)).tokens;
+                    let answer = generate(&mut engine, &prompt, &sampling, &[], Some(N));
+                    assert_eq!(answer.tokens, expected, "{name}, {by:?}, {k} drafts at {temperature}");
+                }
+                let s = engine.statistics().unwrap();
+                assert!(s.cycles < s.tokens && s.eagle_cycles > 0, "{name}: no draft was ever accepted, so nothing was tested");
+            }
+        }
+    }
+}
+
+/// A random drafter with latent attention for a small target.
+fn latent_drafter(target: &Config) -> D0 {
+    let (h, v) = (target.hidden, target.vocab);
+    let mut d = D0::new();
+    d.tensors.clear();
+    for (key, n) in [("hidden_size", h), ("vocab_size", v), ("draft_vocab_size", v), ("num_key_value_heads", 4), ("q_lora_rank", 24)] {
+        d.set(key, n);
+    }
+    for (key, n) in [("kv_lora_rank", 16), ("qk_nope_head_dim", 8), ("qk_rope_head_dim", 8), ("v_head_dim", 12)] {
+        d.set(key, n);
+    }
+    d.set("architectures", serde_json::json!(["Eagle3DeepseekV2ForCausalLM"])).set("model_type", "kimi_k2");
+    let last = target.n_layers;
+    d.set("eagle_config", serde_json::json!({"eagle_aux_hidden_state_layer_ids": if last > 2 { vec![2, 3] } else { vec![2] }}));
+    let n_taps = if last > 2 { 2 } else { 1 };
+    for (name, shape) in [
+        ("fc.weight", &[h, n_taps * h][..]),
+        ("midlayer.hidden_norm.weight", &[h]),
+        ("midlayer.input_layernorm.weight", &[h]),
+        ("midlayer.mlp.down_proj.weight", &[h, 128]),
+        ("midlayer.mlp.gate_proj.weight", &[128, h]),
+        ("midlayer.mlp.up_proj.weight", &[128, h]),
+        ("midlayer.post_attention_layernorm.weight", &[h]),
+        ("midlayer.self_attn.q_a_proj.weight", &[24, 2 * h]),
+        ("midlayer.self_attn.q_a_layernorm.weight", &[24]),
+        ("midlayer.self_attn.q_b_proj.weight", &[64, 24]),
+        ("midlayer.self_attn.kv_a_proj_with_mqa.weight", &[24, 2 * h]),
+        ("midlayer.self_attn.kv_a_layernorm.weight", &[16]),
+        ("midlayer.self_attn.kv_b_proj.weight", &[80, 16]),
+        ("midlayer.self_attn.o_proj.weight", &[h, 48]),
+        ("norm.weight", &[h]),
+    ] {
+        d.random(name, shape);
+    }
+    d
+}
 
 /// One of a run's settings; all that Sampling has.
 fn options() -> Vec<(&'static str, Sampling)> {
@@ -640,8 +792,12 @@ fn o18_wrong_drafters_are_refused() {
     refused(&["drafter none for 128 ids of 64, target 512 ids of 64, key lm_head.weight"], &|d0, _| {
         d0.remove("lm_head.weight");
     });
-    refused(&["found LlamaForCausalLMEagle3, whose attention is latent (MLA): not supported yet"], &|d0, _| {
+    refused(&["model_type: expected \"kimi_k2\" or \"deepseek_v3\" as attention is latent, found \"llama\""], &|d0, _| {
         d0.set("kv_lora_rank", 512);
+    });
+    refused(&["n_routed_experts: expected none, or first_k_dense_replace = 1, found 8"], &|d0, _| {
+        *d0 = latent_drafter(&Config::parse(&T0::new().config_json().to_string(), None).unwrap());
+        d0.set("n_routed_experts", 8);
     });
     refused(&["use_aux_hidden_state: expected true, found false"], &|d0, _| {
         d0.set("eagle_config", serde_json::json!({"use_aux_hidden_state": false}));
@@ -771,8 +927,10 @@ fn the_drafter_beside_a_model_is_used_and_changes_no_text() {
     let prompts = t0.0.path().join("prompts.jsonl");
     std::fs::write(&prompts, "{\"id\": 1, \"turns\": [\"abc\"]}\n{\"id\": 2, \"turns\": [\"the other\", \"b\"]}\n").unwrap();
     let prompts = prompts.to_str().unwrap();
-    let row = binary::on(t0_dir, "bench", &["--prompts", prompts, "-g", "30", "--json"], b"").expect(0).json().pop().unwrap();
-    assert_eq!(row["break_even_accept_length"].as_array().unwrap().len(), 7);
+    let mut rows = binary::on(t0_dir, "bench", &["--prompts", prompts, "-g", "30", "--json"], b"").expect(0).json();
+    let (cycle, row) = (rows.pop().unwrap(), rows.pop().unwrap());
+    assert_eq!(cycle["break_even_accept_length"].as_array().unwrap().len(), 7);
+    assert!(row["host_cpu_us_per_cycle"].as_f64().unwrap() > 0.0);
     assert!(row["plain_tokens_per_s"].as_f64().unwrap() > 0.0 && row["speculative_tokens_per_s"].as_f64().unwrap() > 0.0);
     let table = binary::on(t0_dir, "bench", &["--prompts", prompts, "-g", "30"], b"").expect(0);
     assert!(

@@ -54,7 +54,7 @@ struct DecodeCase {
     shown: String, // without special tokens
 }
 
-const FOLDERS: [&str; 4] = ["smollm2", "qwen3", "deepseek_v3", "pieces"];
+const FOLDERS: [&str; 5] = ["smollm2", "qwen3", "deepseek_v3", "pieces", "kimi"];
 
 /// A golden folder: its tokenizer files unpacked, opened once for all tests.
 struct Golden {
@@ -68,18 +68,109 @@ fn golden(folder: &str) -> &'static Golden {
     OPENED[index].get_or_init(|| {
         let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/text").join(folder);
         let dir = TempDir::new().unwrap();
-        let mut json = Vec::new();
-        let packed = std::fs::File::open(data.join("tokenizer.json.gz")).unwrap();
-        flate2::read::GzDecoder::new(packed).read_to_end(&mut json).unwrap();
-        std::fs::write(dir.path().join("tokenizer.json"), json).unwrap();
+        if folder == "kimi" {
+            std::fs::write(dir.path().join("tiktoken.model"), tiktoken_model()).unwrap();
+        } else {
+            std::fs::write(dir.path().join("tokenizer.json"), unpacked(&data.join("tokenizer.json.gz"))).unwrap();
+        }
         for name in ["tokenizer_config.json", "chat_template.jinja"] {
             if data.join(name).exists() {
                 std::fs::copy(data.join(name), dir.path().join(name)).unwrap();
             }
         }
-        let goldens = serde_json::from_slice(&std::fs::read(data.join("goldens.json")).unwrap()).unwrap();
+        let goldens = match std::fs::read(data.join("goldens.json")) {
+            Ok(goldens) => goldens,
+            Err(_) => unpacked(&data.join("goldens.json.gz")),
+        };
+        let goldens = serde_json::from_slice(&goldens).unwrap();
         Golden { tokenizer: Tokenizer::open(dir.path()).unwrap(), goldens }
     })
+}
+
+fn unpacked(path: &Path) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    flate2::read::GzDecoder::new(std::fs::File::open(path).unwrap()).read_to_end(&mut bytes).unwrap();
+    bytes
+}
+
+/// Qwen3's ranks in the format of tiktoken: scripts/make_kimi_goldens.py has the same.
+fn tiktoken_model() -> String {
+    let json: Value =
+        serde_json::from_slice(&unpacked(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/text/qwen3/tokenizer.json.gz"))).unwrap();
+    let printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+    let mut others = '\u{100}'..;
+    let bytes: BTreeMap<char, u8> =
+        (0..=255u8).map(|byte| if printable(byte) { (char::from(byte), byte) } else { (others.next().unwrap(), byte) }).collect();
+    let mut tokens: Vec<(u64, String)> =
+        json["model"]["vocab"].as_object().unwrap().iter().map(|(token, id)| (id.as_u64().unwrap(), token.clone())).collect();
+    tokens.sort();
+    let line = |(rank, token): &(u64, String)| format!("{} {rank}\n", base64(&token.chars().map(|c| bytes[&c]).collect::<Vec<u8>>()));
+    tokens.iter().map(line).collect()
+}
+
+fn base64(bytes: &[u8]) -> String {
+    const DIGITS: &[u8] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut text = String::new();
+    for three in bytes.chunks(3) {
+        let bits = three.iter().fold(0u32, |bits, byte| bits << 8 | u32::from(*byte)) << (8 * (3 - three.len()));
+        (0..4).for_each(|i| text.push(if i <= three.len() { char::from(DIGITS[(bits >> (18 - 6 * i) & 63) as usize]) } else { '=' }));
+    }
+    text
+}
+
+/// The first line of a tiktoken.model of bytes alone that `change` has altered, as an error of opening it; none if it opens.
+fn tiktoken_error(change: impl Fn(&mut Vec<String>, &mut Value)) -> Option<String> {
+    let dir = TempDir::new().unwrap();
+    let mut lines: Vec<String> = (0..=255u8).map(|byte| format!("{} {byte}", base64(&[byte]))).collect();
+    let mut config = json!({"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", null]}, "added_tokens_decoder": {}});
+    change(&mut lines, &mut config);
+    std::fs::write(dir.path().join("tiktoken.model"), lines.join("\n")).unwrap();
+    std::fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    Tokenizer::open(dir.path()).err().map(|error| format!("{error:#}"))
+}
+
+#[test]
+fn a_damaged_tiktoken_file_is_refused() {
+    assert_eq!(tiktoken_error(|_, _| {}), None);
+    type Change = fn(&mut Vec<String>, &mut Value);
+    let cases: [(Change, &str); 8] = [
+        (|lines, _| drop(lines.remove(7)), "line 8: expected rank 7, found 8"),
+        (|lines, _| drop(lines.pop()), "expected a token for every byte, found none for 0xff"),
+        (|lines, _| lines.push("YWI= 300".into()), "line 257: expected rank 256, found 300"),
+        (|lines, _| lines.push("YQ== 256".into()), "expected each token once"),
+        (|lines, _| lines.push("YWI=256".into()), "line 257: expected a token in base64 and its rank"),
+        (|lines, _| lines.push("Y!I= 256".into()), "expected a token in base64"),
+        (|_, config| config["auto_map"] = Value::Null, "expected tokenization_kimi"),
+        (
+            |_, config| config["added_tokens_decoder"] = json!({"256": {"content": "[X]", "special": true}, "257": {"content": "[X]"}}),
+            "different names",
+        ),
+    ];
+    for (change, words) in cases {
+        let error = tiktoken_error(change).unwrap_or_else(|| panic!("expected an error with {words:?}"));
+        assert!(error.contains(words) && !error.contains('\n'), "expected {words:?} in: {error}");
+    }
+}
+
+#[test]
+fn kimis_control_tokens() {
+    let Golden { tokenizer, goldens } = golden("kimi");
+    assert!(goldens.encode.len() >= 4000);
+    let id = |text: &str| tokenizer.token_id(text).unwrap();
+    let first = id("[BOS]");
+    assert_eq!(tokenizer.vocab_size(), first as usize + 256);
+    assert_eq!([id("[EOS]"), id("<|im_end|>"), id("[EOT]"), id("[PAD]")].map(|id| id - first), [1, 2, 9, 255]);
+    assert_eq!(tokenizer.eos_text_id(), Some(first + 1));
+    assert_eq!(tokenizer.end_ids(), [first + 1, first + 2, first + 9]);
+    // Slots without a name are control tokens as well.
+    assert_eq!(id(&format!("<|reserved_token_{}|>", first + 5)), first + 5);
+    assert!(tokenizer.is_special(first + 5) && tokenizer.is_special(first + 2) && !tokenizer.is_special(id("<think>")));
+    assert_eq!(tokenizer.decode(&[id("<think>"), id("a"), first + 2], true), "<think>a");
+    // Half a million letters in one word take no time to speak of.
+    let start = std::time::Instant::now();
+    let long = "ab".repeat(250_000);
+    assert_eq!(tokenizer.decode(&tokenizer.encode_rendered(&long).unwrap(), false), long);
+    assert!(start.elapsed().as_secs() < 20, "{:?}", start.elapsed());
 }
 
 #[test]

@@ -53,7 +53,7 @@ void launch(const void* f, dim3 grid, int threads, int shared, void* params, boo
 unsigned short segments(int k) { return (k_blocks_of(k) + segment_blocks_of(k_blocks_of(k)) - 1) / segment_blocks_of(k_blocks_of(k)); }
 LinearParams params_of(const Shape& s, size_t offset, const bf16* x, bf16* out, int rows) {
   LinearParams p{};
-  p.part[0] = {(const uint4*)(weights + offset), x, s.norm ? squares : nullptr, nullptr, s.k, s.k, (unsigned short)segment_blocks_of(k_blocks_of(s.k)), segments(s.k), 1e-5f};
+  p.part[0] = {(const uint4*)(weights + offset), nullptr, x, s.norm ? squares : nullptr, nullptr, s.k, s.k, (unsigned short)segment_blocks_of(k_blocks_of(s.k)), segments(s.k), 1e-5f};
   p.n_parts = 1; p.n = s.n; p.n_tiles = s.epilogue == kEpilogueSilu ? (s.n + 7) / 8 : (s.n + 15) / 16;
   p.rows = rows; p.epilogue = s.epilogue; p.out_stride = s.n; p.out = out; p.stream = s.epilogue == kEpilogueResidual ? logits : nullptr; p.logits = logits;
   if (s.epilogue == kEpilogueLogits) { p.max_value = max_value; p.max_id = max_id; }

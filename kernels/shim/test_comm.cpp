@@ -51,14 +51,15 @@ struct AllReduce {
   int n, rows, used, dim, blocks;
   bool bias, tap, norm;
   int n_rows;
-  std::vector<std::vector<bf16>> partial, x, tapped, normed;
-  std::vector<std::vector<float>> squares;
-  std::vector<bf16> x0, bias_values, norm_values;
+  std::vector<std::vector<bf16>> partial, tapped, normed;
+  std::vector<std::vector<float>> x, squares;
+  std::vector<float> x0;
+  std::vector<bf16> bias_values, norm_values;
   AllReduce(const char* kernel, int n, int rows, int used, int dim, int blocks) : kernel(kernel), n(n), rows(rows), used(used), dim(dim), blocks(blocks) {
     const uint32_t seed = below(1 << 20);
     bias = below(2); tap = below(2); norm = below(4) > 0; n_rows = used;
-    x0 = rounded(numbers(rows * dim, seed)); bias_values = rounded(numbers(dim, seed + 1)); norm_values = rounded(numbers(dim, seed + 2));
-    for (int i = 0; i < rows * dim; i += 5) x0[i] = __float2bfloat16(i % 2 ? 0.0f : -0.0f);
+    x0 = numbers(rows * dim, seed); bias_values = rounded(numbers(dim, seed + 1)); norm_values = rounded(numbers(dim, seed + 2));
+    for (int i = 0; i < rows * dim; i += 5) x0[i] = i % 2 ? 0.0f : -0.0f;
     for (int r = 0; r < n; r++) {
       auto v = numbers(rows * dim, seed + 3 + r);
       for (int i = 0; i < rows * dim; i++) { if (i % 3 == r % 3) v[i] = 0.0f; if (i % 5 == 0) v[i] = r % 2 ? 0.0f : -0.0f; if (i % 35 == 7) v[i] = INFINITY; }
@@ -83,8 +84,7 @@ struct AllReduce {
           float sum = 0;
           for (int s = 0; s < n; s++) sum += value(partial[s][i]);
           if (bias) sum += value(bias_values[c]);
-          float y = value(__float2bfloat16(value(x0[i]) + sum)) + 0.0f;
-          if (m >= used) y = value(x0[i]);
+          const float y = m < used ? x0[i] + (value(__float2bfloat16(sum)) + 0.0f) : x0[i];
           const bf16 want = __float2bfloat16(y);
           square[c] = y * y;
           auto differs = [&](const char* what, float got, float expected) {
@@ -92,9 +92,9 @@ struct AllReduce {
             std::snprintf(text, sizeof text, "%s of rank %d, row %d, column %d: %g, expected %g", what, r, m, c, got, expected);
             return std::string(text);
           };
-          if (!same_bits(&want, &x[r][i], 1)) return differs("x", value(x[r][i]), y);
+          if (!same_bits(&y, &x[r][i], 1)) return differs("x", x[r][i], y);
           if (m >= used) continue;
-          if (tap && !same_bits(&want, &tapped[r][m * (dim + 16) + c], 1)) return differs("tap", value(tapped[r][m * (dim + 16) + c]), y);
+          if (tap && !same_bits(&want, &tapped[r][m * (dim + 16) + c], 1)) return differs("tap", value(tapped[r][m * (dim + 16) + c]), value(want));
           const bf16 scaled = __float2bfloat16(y * value(norm_values[c]));
           if (norm && !same_bits(&scaled, &normed[r][i], 1)) return differs("normed", value(normed[r][i]), value(scaled));
           if (norm && c % 16 == 15) {
@@ -156,7 +156,7 @@ static void mixed(int n, int length) {
       const int words = below(2) ? 1 + below(16) : 60 + below(80), blocks = 1 + below(2);
       exchanges.push_back(std::make_unique<Exchange>(n, words, below(2), blocks));
       Exchange& e = *exchanges.back();
-      for (int r = 0; r < n; r++) launches.add(r, "exchange_words", blocks, threads, ExchangeParams{world.ranks(r, i), e.value[r].data(), words, e.op});
+      for (int r = 0; r < n; r++) launches.add(r, "exchange_words", blocks, threads, ExchangeParams{world.ranks(r, i), e.value[r].data(), nullptr, words, e.op});
       story += " exchange " + std::to_string(words) + "/" + std::to_string(blocks);
     } else {
       const char* kernel[] = {"all_reduce_push", "all_reduce_pull", "all_reduce_two_shot"};
@@ -182,15 +182,38 @@ static void mixed(int n, int length) {
 // Long runs of chunks inside one kernel, where only barrier and fence keep them apart.
 static void many_chunks() {
   for (const char* kernel : {"all_reduce_push", "all_reduce_two_shot", "all_reduce_pull"})
-    for (int n : {2, 3}) {
-      World world(n);
-      AllReduce a(kernel, n, 60 * (std::strcmp(kernel, "all_reduce_two_shot") ? 1 : n), quick ? 6 : 60, 16 * 32, 1);
-      Launches launches(n);
-      for (int r = 0; r < n; r++) launches.add(r, kernel, 1, 64, a.params(r, world.ranks(r, 0)));
-      cpu::run_together(launches.of_rank);
-      const std::string w = a.wrong(n);
-      check(w.empty() && world.slots_are_zero(), "many chunks, %d ranks, %s: %s", n, kernel, w.c_str());
+    for (int n : {2, 3})
+      for (int warps : {1, 2}) {
+        World world(n);
+        const int rows = quick ? 6 : 60;
+        AllReduce a(kernel, n, rows * 2, rows, 16 * 16 * warps * (std::strcmp(kernel, "all_reduce_two_shot") ? 1 : n), 1);
+        Launches launches(n);
+        for (int r = 0; r < n; r++) launches.add(r, kernel, 1, 32 * warps, a.params(r, world.ranks(r, 0)));
+        cpu::run_together(launches.of_rank);
+        const std::string w = a.wrong(n);
+        check(w.empty() && world.slots_are_zero(), "many chunks, %d ranks, %s: %s", n, kernel, w.c_str());
+      }
+}
+
+// Kernels whose last chunk leaves a warp without work, or gives it another's: only the barrier keeps the others from running past it, round to its buffer.
+static void short_last_chunks() {
+  for (int kind = 0; kind < 3; kind++) {
+    World world(3);
+    Launches launches(3);
+    std::vector<std::unique_ptr<AllReduce>> reduces;
+    std::vector<std::unique_ptr<Exchange>> exchanges;
+    for (int i = 0; i < (quick ? 4 : 80); i++) {
+      if (kind == 2) exchanges.push_back(std::make_unique<Exchange>(3, 96, kExchangeSum, 1));
+      else reduces.push_back(std::make_unique<AllReduce>(kind ? "all_reduce_two_shot" : "all_reduce_push", 3, kind ? 5 : 3, kind ? 5 : 3, 16 * (kind ? 48 : 16), 1));
+      for (int r = 0; r < 3; r++) {
+        if (kind == 2) launches.add(r, "exchange_words", 1, 64, ExchangeParams{world.ranks(r, i), exchanges[i]->value[r].data(), nullptr, 96, kExchangeSum});
+        else launches.add(r, reduces[i]->kernel, 1, 64, reduces[i]->params(r, world.ranks(r, i)));
+      }
     }
+    cpu::run_together(launches.of_rank);
+    for (auto& a : reduces) { const std::string w = a->wrong(3); check(w.empty(), "short last chunks, %s: %s", a->kernel.c_str(), w.c_str()); }
+    for (auto& e : exchanges) { const std::string w = e->wrong(); check(w.empty(), "short last chunks, exchange: %s", w.c_str()); }
+  }
 }
 
 // What NCCL brought, added here.
@@ -222,7 +245,7 @@ static void missing() {
         for (int r = 0; r < 3; r++) {
           if (dead && r == 1) continue;
           const std::string name = std::string(kernels[kind]) + (dead ? "" : "_faulty");
-          if (kind == 3) launches.add(r, name, 1, 32, ExchangeParams{world.ranks(r, 40 + twice), e.value[r].data(), 5, e.op});
+          if (kind == 3) launches.add(r, name, 1, 32, ExchangeParams{world.ranks(r, 40 + twice), e.value[r].data(), nullptr, 5, e.op});
           else launches.add(r, name, 1, 32, a.params(r, world.ranks(r, 40 + twice)));
         }
       cpu::run_together(launches.of_rank);
@@ -282,6 +305,7 @@ int main() {
   missing();
   garbled();
   peers();
+  short_last_chunks();
   for (int round = 0; round < (quick ? 1 : 4); round++) many_chunks();
   for (int round = 0; round < (quick ? 1 : 5); round++)
     for (int n : {2, 3, 4, 8}) { seed_of_test = round * 100 + n; mixed(n, n == 8 ? 6 : 12); }

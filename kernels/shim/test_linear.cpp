@@ -9,10 +9,10 @@
 #include "test.h"
 
 // Shapes of block that no kernel in use has: bits may not depend on the choice.
-LINEAR(linear_m8_t1_w8_a4, 1, 1, 8, 4, 1)
-LINEAR(linear_m8_t2_w8_a3, 2, 1, 8, 3, 1)
-LINEAR(linear_m8_t2_w16_a1, 2, 1, 16, 1, 1)
-LINEAR(linear_m16_t1_w8_a2, 1, 2, 8, 2, 1)
+LINEAR(linear_m8_t1_w8_a4, Bf16, 1, 1, 8, 4, 1)
+LINEAR(linear_m8_t2_w8_a3, Bf16, 2, 1, 8, 3, 1)
+LINEAR(linear_m8_t2_w16_a1, Bf16, 2, 1, 16, 1, 1)
+LINEAR(linear_m16_t1_w8_a2, Bf16, 1, 2, 8, 2, 1)
 
 namespace {
 struct Variant { const char* name; int tiles, columns, warps; };
@@ -108,7 +108,7 @@ struct Problem {
   }
   LinearParams params() const {
     LinearParams p{};
-    for (int i = 0; i < n_parts; i++) p.part[i] = {tiles[i].data(), norm ? normed[i].data() : x[i].data(), norm ? squares[i].data() : nullptr, nullptr, k[i], k[i], segment_blocks(k[i]), n_segments(k[i]), eps};
+    for (int i = 0; i < n_parts; i++) p.part[i] = {tiles[i].data(), nullptr, norm ? normed[i].data() : x[i].data(), norm ? squares[i].data() : nullptr, nullptr, k[i], k[i], segment_blocks(k[i]), n_segments(k[i]), eps};
     p.n_parts = n_parts; p.n = n; p.n_tiles = n_tiles; p.epilogue = epilogue; p.out_stride = outputs; p.tap_stride = outputs + 3;
     p.bias = bias && epilogue != kEpilogueSilu ? bias_.data() : nullptr;
     return p;

@@ -105,7 +105,9 @@ pub fn answer(session: &mut Session, ask: &Ask, show: &mut dyn FnMut(Piece) -> i
 pub fn chat_ids(session: &Session, messages: &[Message], no_think: bool) -> Result<Vec<u32>> {
     let mut variables = Map::new();
     if no_think {
+        // Qwen's name of the switch, and Kimi's and DeepSeek's.
         variables.insert("enable_thinking".into(), false.into());
+        variables.insert("thinking".into(), false.into());
     }
     session.tokenizer.encode_chat(messages, &ChatOptions { add_generation_prompt: true, variables })
 }

@@ -88,6 +88,8 @@ pub struct ModelOptions {
 pub struct Draft {
     /// An EAGLE-3 drafter.
     pub dir: Option<PathBuf>,
+    /// The model's own layer for multi-token prediction.
+    pub mtp: bool,
     /// Repetitions in prompt and answer.
     pub ngram: bool,
 }
@@ -141,6 +143,11 @@ impl Session {
                 None => end_ids.push((eos, "tokenizer_config.json".into())),
             }
         }
+        for &end in tokenizer.end_ids() {
+            if end_ids.iter().all(|(id, _)| *id != end) {
+                end_ids.push((end, "the tokenizer's kind".into()));
+            }
+        }
         if let Some((id, source)) = end_ids.iter().find(|(id, _)| *id as usize >= model.config.vocab) {
             bail!("end token {id} of {source}: the model has ids 0 to {}", model.config.vocab - 1);
         }
@@ -174,14 +181,15 @@ impl Model {
         let config = Config::open(dir)?;
         let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
         let read = if options.no_mmap { Read::Plain } else { Read::Auto };
-        let (weights, stored) = if options.random {
-            (None, "random weights".to_string())
-        } else {
-            let checkpoint = Checkpoint::open(dir, read)?;
-            (Some(weights::claim(&table, &config, &checkpoint)?), checkpoint.to_string())
-        };
+        let checkpoint = if options.random { None } else { Some(Checkpoint::open(dir, read)?) };
+        let weights = checkpoint.as_ref().map(|checkpoint| weights::claim(&table, &config, checkpoint)).transpose()?;
+        let stored = checkpoint.as_ref().map_or("random weights".to_string(), Checkpoint::to_string);
         let draft = options.draft.clone().unwrap_or_else(|| default_draft(dir, !options.random));
         let drafter = match (&draft.dir, &weights) {
+            (None, _) if draft.mtp => match (&weights, &checkpoint) {
+                (Some(weights), Some(checkpoint)) => Some(DraftModel::mtp(&table, &config, weights, checkpoint)?),
+                _ => bail!("--draft mtp: random weights have no drafter; use --draft none"),
+            },
             (Some(dir), Some(weights)) => Some(DraftModel::open(dir, &config, weights, tokens, read)?),
             (Some(dir), None) => Some(DraftModel::random(dir, &config)?),
             (None, _) => None,
@@ -216,6 +224,7 @@ impl Model {
             }
             tell(format_args!("model: {} ({}), {stored}", dir.display(), config.arch));
             tell(format_args!("rope: {}", config.rope));
+            weights.iter().filter_map(|w| w.quantised()).for_each(|quantised| tell(format_args!("weights: {quantised}")));
             weights.iter().flat_map(|w| &w.notes).for_each(|note| tell(format_args!("weights: {note}")));
             let capped = if options.context.is_none() && context < config.context { " (-c raises it)" } else { "" };
             let kv = shown_bytes(context as u64 * row_bytes);
@@ -379,7 +388,7 @@ fn model_dir(options: &ModelOptions) -> Result<PathBuf> {
 /// The drafter that lies beside the model, by its name.
 fn default_draft(dir: &Path, drafts: bool) -> Draft {
     let beside = dir.file_name().map(|name| dir.with_file_name(format!("{}-eagle3", name.to_string_lossy())));
-    Draft { dir: beside.filter(|dir| drafts && dir.is_dir()), ngram: false }
+    Draft { dir: beside.filter(|dir| drafts && dir.is_dir()), mtp: false, ngram: false }
 }
 
 /// Tokens of the context: what was asked for, else the model's as far as `most_kv` bytes go; `row_bytes` is one token in the KV

@@ -1,8 +1,10 @@
-//! Inner products of stored weights (bf16, f16, f32) with f32 activations, in the order that "Where bits come from" fixes.
+//! Inner products of stored weights (bf16, f16, f32, and quantised ones as the f32 numbers that they stand for) with f32 activations, in the order that "Where bits come from" fixes.
 //!
 //! K is cut into segments (`segment_len`); 16 lanes sum inside a segment, segments are added in order, lanes last. The result is the same
 //! for one token and for many, and for every instruction set: AVX2 only makes it faster (no fused multiply-add).
 use crate::model::checkpoint::{Dtype, Tensor};
+use crate::model::quant::{Block, Format};
+use crate::model::weights::Weight;
 use anyhow::{bail, Result};
 use half::f16;
 #[cfg(target_arch = "x86_64")]
@@ -20,9 +22,69 @@ pub enum Numbers<'a> {
     Bf16(&'a [u16]),
     F16(&'a [u16]),
     F32(&'a [f32]),
+    Quantised(Quantised<'a>),
 }
 
+/// A matrix of codes and scales (model/quant.rs).
+pub struct Quantised<'a> {
+    codes: &'a [u8],
+    four_bits: bool,
+    scales: Box<Numbers<'a>>,
+    block: Block,
+    cols: usize,
+}
+
+impl Quantised<'_> {
+    /// Numbers of one row from a column on.
+    fn copy(&self, first: usize, out: &mut [f32]) {
+        let (row, first) = (first / self.cols, first % self.cols);
+        let width = self.block.cols.unwrap_or(self.cols);
+        let scales_a_row = self.cols.div_ceil(width);
+        let mut scales = vec![0.0; scales_a_row];
+        self.scales.copy(row / self.block.rows * scales_a_row, &mut scales);
+        // A row of four-bit codes ends with its last word.
+        let stride = if self.four_bits { self.cols.div_ceil(8) * 4 } else { self.cols };
+        let codes = &self.codes[row * stride..][..stride];
+        for (out, col) in out.iter_mut().zip(first..) {
+            let number = match self.four_bits {
+                true => f32::from(codes[col / 2] >> (4 * (col % 2)) & 15) - 8.0,
+                false => E4M3[codes[col] as usize],
+            };
+            *out = number * scales[col / width];
+        }
+    }
+}
+
+/// The value of each e4m3 code: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity, NaN where all bits are set.
+const E4M3: [f32; 256] = {
+    let mut values = [0.0; 256];
+    let mut code = 0;
+    while code < 256 {
+        let (exponent, mantissa) = ((code >> 3) as u32 & 15, code as u32 & 7);
+        let size = match (exponent, mantissa) {
+            (15, 7) => f32::NAN,
+            (0, _) => mantissa as f32 / 512.0,
+            _ => f32::from_bits((exponent + 120) << 23 | mantissa << 20),
+        };
+        values[code] = if code < 128 { size } else { -size };
+        code += 1;
+    }
+    values
+};
+
 impl<'a> Numbers<'a> {
+    /// A part of a weight in its format.
+    pub fn of_part(weight: &'a Weight, part: usize) -> Result<Numbers<'a>> {
+        let tensor = &weight.parts[part];
+        let (block, four_bits) = match weight.format {
+            Format::Plain => return Numbers::of(tensor),
+            Format::Fp8(block) => (block, false),
+            Format::Int4(block) => (block, true),
+        };
+        let scales = Box::new(Numbers::of(&weight.scales[part])?);
+        Ok(Numbers::Quantised(Quantised { codes: tensor.bytes(), four_bits, scales, block, cols: weight.cols }))
+    }
+
     pub fn of(tensor: &'a Tensor) -> Result<Numbers<'a>> {
         let bytes = tensor.bytes();
         let aligned = |e| anyhow::anyhow!("{} in {}: data is not aligned to its type ({e})", tensor.name, tensor.file);
@@ -34,13 +96,14 @@ impl<'a> Numbers<'a> {
         })
     }
 
-    /// out = numbers [first .. first + out.len()]
+    /// out = numbers [first .. first + out.len()], of one row if they are quantised
     pub fn copy(&self, first: usize, out: &mut [f32]) {
         let n = out.len();
         match self {
             Numbers::Bf16(w) => out.iter_mut().zip(&w[first..first + n]).for_each(|(o, &w)| *o = bf16_to_f32(w)),
             Numbers::F16(w) => out.iter_mut().zip(&w[first..first + n]).for_each(|(o, &w)| *o = f16::from_bits(w).to_f32()),
             Numbers::F32(w) => out.copy_from_slice(&w[first..first + n]),
+            Numbers::Quantised(w) => w.copy(first, out),
         }
     }
 
@@ -54,6 +117,11 @@ impl<'a> Numbers<'a> {
                 dots(&w, x, each)
             }
             Numbers::F32(w) => dots(&w[first..first + dim], x, each),
+            Numbers::Quantised(w) => {
+                let mut row = vec![0.0; dim];
+                w.copy(first, &mut row);
+                dots(&row, x, each)
+            }
         }
     }
 }
@@ -207,6 +275,20 @@ pub fn sum_of_squares(x: &[f32]) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Against the definition, and values that other programs print.
+    #[test]
+    fn e4m3_codes() {
+        for (code, value) in E4M3.iter().enumerate() {
+            let (sign, e, m) = (if code < 128 { 1.0 } else { -1.0 }, (code >> 3 & 15) as i32, (code & 7) as f64);
+            let expected = if e == 0 { m / 8.0 * 2f64.powi(-6) } else { (1.0 + m / 8.0) * 2f64.powi(e - 7) };
+            match code & 127 {
+                127 => assert!(value.is_nan()),
+                _ => assert_eq!(f64::from(*value), sign * expected, "code {code:#x}"),
+            }
+        }
+        assert_eq!([E4M3[0x7e], E4M3[0x01], E4M3[0x38], E4M3[0xb8], E4M3[0x08]], [448.0, 0.001953125, 1.0, -1.0, 0.015625]);
+    }
 
     /// Every instruction set, every number of tokens at once: the same bits, and near the sum in f64.
     #[test]

@@ -1,5 +1,7 @@
 //! The f32 arm of every Step: the oracle, and the backend of machines without a GPU.
 mod dot;
+mod experts;
+mod latent;
 mod reference;
 
 pub use reference::{chunk_end, Reference, STORAGE};

@@ -12,6 +12,7 @@ use crate::model::config::{Config, Rope};
 use crate::model::draft::DraftModel;
 use crate::model::plan::{self, Attention, BufferId, BufferKind, Epilogue, Linear, Owner, Pass, Plan, Ranks, Step, Storage, Tokens};
 use crate::model::plan::{Tap, FEATURE_ROWS, MAX_WIDTH};
+use crate::model::quant::check_scales;
 use crate::model::weights::{Slice, Weight, WeightId, Weights};
 use anyhow::{bail, Context, Result};
 use rayon::prelude::*;
@@ -52,26 +53,26 @@ pub struct Reference {
 }
 
 /// One rank's share of the model.
-struct Rank {
-    ranks: Ranks,
+pub(super) struct Rank {
+    pub(super) ranks: Ranks,
     /// Norm weights and biases as f32.
-    vectors: BTreeMap<WeightId, Vec<f32>>,
+    pub(super) vectors: BTreeMap<WeightId, Vec<f32>>,
     /// Activations by buffer name, [rows, dim] of the widest plan so far. Features are a ring of FEATURE_ROWS rows by position.
-    buffers: BTreeMap<&'static str, Vec<f32>>,
-    cache: Cache,
+    pub(super) buffers: BTreeMap<&'static str, Vec<f32>>,
+    pub(super) cache: Cache,
 }
 
 /// The drafter's side: its cache holds rows 0 .. length, one behind nothing or several behind the target's.
-struct DraftState {
+pub(super) struct DraftState {
     shape: plan::Drafter,
     /// Draft id to target id; None: the same ids.
     map: Option<Vec<u32>>,
-    cache: Cache,
-    rotary: Rotary,
+    pub(super) cache: Cache,
+    pub(super) rotary: Rotary,
     length: usize,
 }
 
-struct Rotary {
+pub(super) struct Rotary {
     inverse_frequencies: Vec<f32>,
     factor: f32,
 }
@@ -82,7 +83,7 @@ impl Rotary {
     }
 
     /// Rotates pairs (i, i + dim/2) of one head by position * inverse frequency.
-    fn turn(&self, head: &mut [f32], position: usize) {
+    pub(super) fn turn(&self, head: &mut [f32], position: usize) {
         let half = head.len() / 2;
         for (i, f) in self.inverse_frequencies.iter().enumerate() {
             let (sin, cos) = (position as f32 * f).sin_cos();
@@ -94,9 +95,9 @@ impl Rotary {
     }
 }
 
-/// Keys and values, [layer][kv head][position][head_dim] each.
-struct Cache {
-    keys: Vec<f32>,
+/// Keys and values, [layer][kv head][position][head_dim] each; no values with latent attention.
+pub(super) struct Cache {
+    pub(super) keys: Vec<f32>,
     values: Vec<f32>,
     n_kv_heads: usize,
     capacity: usize,
@@ -105,31 +106,37 @@ struct Cache {
 
 impl Cache {
     fn new(kv: plan::KvLayout, capacity: usize) -> Cache {
-        let numbers = kv.n_layers * kv.n_kv_heads * capacity * kv.head_dim;
-        Cache { keys: vec![0.0; numbers], values: vec![0.0; numbers], n_kv_heads: kv.n_kv_heads, capacity, head_dim: kv.head_dim }
+        let rows = kv.n_layers * kv.n_kv_heads * capacity;
+        Cache {
+            keys: vec![0.0; rows * kv.head_dim],
+            values: vec![0.0; rows * kv.value_dim],
+            n_kv_heads: kv.n_kv_heads,
+            capacity,
+            head_dim: kv.head_dim,
+        }
     }
 
     /// Start of one head's rows.
-    fn at(&self, layer: usize, head: usize) -> usize {
+    pub(super) fn at(&self, layer: usize, head: usize) -> usize {
         (layer * self.n_kv_heads + head) * self.capacity * self.head_dim
     }
 }
 
 /// The rows of one execution: `tokens[i]` stands at `position + i`.
 #[derive(Clone, Copy)]
-struct Rows<'a> {
+pub(super) struct Rows<'a> {
     tokens: &'a [u32],
     position: usize,
 }
 
 impl Rows<'_> {
     /// Rows a step works on when its output buffer has `most`: the one-row steps of a draft pass have one.
-    fn count(&self, most: usize) -> usize {
+    pub(super) fn count(&self, most: usize) -> usize {
         self.tokens.len().min(most)
     }
 
     /// Position of row 0 of a step.
-    fn start(&self, tokens: Tokens) -> usize {
+    pub(super) fn start(&self, tokens: Tokens) -> usize {
         match tokens {
             Tokens::Pass | Tokens::Next => self.position,
             Tokens::Draft(n) => self.position + self.tokens.len() - 1 + n,
@@ -158,7 +165,7 @@ impl Reference {
             Some(d) => {
                 let kv = plan::drafter(&d.shape, Pass::DraftPrefill { rows: PREFILL_ROWS }, Ranks::ONE)?.kv;
                 weights.add(d.weights);
-                let rotary = Rotary::new(&d.rope, d.shape.head_dim);
+                let rotary = Rotary::new(&d.rope, d.shape.rope_dim());
                 Some(DraftState { shape: d.shape, map: d.map, cache: Cache::new(kv, capacity), rotary, length: 0 })
             }
         };
@@ -169,7 +176,8 @@ impl Reference {
             Ok(Rank { ranks, vectors: vectors.collect::<Result<_>>()?, buffers: BTreeMap::new(), cache: Cache::new(kv, capacity) })
         };
         let all = (0..ranks.count).map(rank).collect::<Result<Vec<Rank>>>()?;
-        let rotary = Rotary::new(&config.rope, config.head_dim);
+        check_scales(&weights)?;
+        let rotary = Rotary::new(&config.rope, config.rope_dim());
         let mut reference = Reference {
             config,
             context,
@@ -280,6 +288,27 @@ impl Reference {
                 rank.attention(drafter.as_mut(), rotary, plan, attention, rows);
                 attention.out
             }
+            Step::LatentQuery(a) => {
+                rank.latent_query(weights, drafter.as_mut(), rotary, plan, a, rows)?;
+                a.absorbed
+            }
+            Step::LatentAttend(a) => {
+                rank.latent_attend(drafter.as_mut(), plan, a, rows);
+                a.attended
+            }
+            Step::LatentValue(a) => {
+                rank.latent_value(weights, plan, a, rows)?;
+                a.out
+            }
+            Step::Router(router) => {
+                rank.route(weights, plan, router, rows)?;
+                router.routes
+            }
+            Step::ExpertsUp(mixture) => {
+                rank.experts_up(weights, plan, mixture, rows)?;
+                mixture.act
+            }
+            Step::ExpertsDown(mixture) => rank.experts_down(weights, plan, mixture, rows)?,
             Step::Norm { x, column, weight, out, dim } => {
                 rank.norm(plan, *x, *column, *weight, *out, *dim, rows);
                 *out
@@ -338,6 +367,7 @@ impl Reference {
     }
 
     /// Keys then values of one layer and KV head for positions `0 .. length`, [length, head_dim] each; heads of the rank that is shown.
+    /// With latent attention the rows of the cache, and no values.
     pub fn kv(&self, owner: Owner, layer: usize, head: usize, length: usize) -> (&[f32], &[f32]) {
         let cache = match owner {
             Owner::Target => &self.ranks[self.shown].cache,
@@ -345,7 +375,7 @@ impl Reference {
         };
         let at = cache.at(layer, head);
         let n = length * cache.head_dim;
-        (&cache.keys[at..at + n], &cache.values[at..at + n])
+        (&cache.keys[at..at + n], if cache.values.is_empty() { &[] } else { &cache.values[at..at + n] })
     }
 
     /// Rows in a model's cache: those of the target's sequence, or those that the drafter has made of them so far.
@@ -455,7 +485,7 @@ impl Reference {
 }
 
 impl Rank {
-    fn buffer_mut(&mut self, plan: &Plan, id: BufferId) -> &mut [f32] {
+    pub(super) fn buffer_mut(&mut self, plan: &Plan, id: BufferId) -> &mut [f32] {
         self.buffers.get_mut(plan.buffer(id).name).expect("buffers of a plan exist")
     }
 
@@ -482,7 +512,16 @@ impl Rank {
 
     /// Columns of x times norm weight, and 1/rms of each row of them (1 without a norm).
     #[allow(clippy::too_many_arguments)]
-    fn scaled_input(&self, plan: &Plan, x: BufferId, column: usize, dim: usize, norm: Option<WeightId>, rows: Rows, n: usize) -> Scaled {
+    pub(super) fn scaled_input(
+        &self,
+        plan: &Plan,
+        x: BufferId,
+        column: usize,
+        dim: usize,
+        norm: Option<WeightId>,
+        rows: Rows,
+        n: usize,
+    ) -> Scaled {
         let buffer = plan.buffer(x);
         let all = &self.buffers[buffer.name];
         let weight = norm.map(|id| &self.vectors[&id]);
@@ -494,7 +533,7 @@ impl Rank {
             match weight {
                 None => x.extend_from_slice(row),
                 Some(weight) => {
-                    *inv = 1.0 / (dot::sum_of_squares(row) / dim as f32 + plan.norm_eps).sqrt();
+                    *inv = 1.0 / (dot::sum_of_squares(row) / dim as f32 + plan.eps(norm.expect("a weight of one"))).sqrt();
                     x.extend(row.iter().zip(weight).map(|(x, w)| x * w));
                 }
             }
@@ -514,9 +553,17 @@ impl Rank {
         // [n, rows]: one weight row meets every token while it is in the cache.
         let mut sums = vec![0.0f32; linear.n * rows];
         let mut first = 0;
-        for (part, slice) in weight.parts.iter().zip(weight.part_of_rank(self.ranks.rank, self.ranks.count)?) {
+        for (part, slice) in weight.part_of_rank(self.ranks.rank, self.ranks.count)?.iter().enumerate() {
             let n = slice.rows.len();
-            products(&Numbers::of(part)?, weight.cols, &slice, &inputs, rows, &mut sums[first * rows..(first + n) * rows]);
+            let sums = &mut sums[first * rows..(first + n) * rows];
+            products(&Numbers::of_part(weight, part)?, weight.cols, slice, &inputs, rows, sums);
+            if weight.rope[part] > 0 {
+                // A rank's rows are whole units, so that their order is that of the first ones.
+                let stored = sums.to_vec();
+                for (row, sums) in sums.chunks_exact_mut(rows).enumerate() {
+                    sums.copy_from_slice(&stored[weight.rope_order(part, row) * rows..][..rows]);
+                }
+            }
             first += n;
         }
         if let Some(id) = linear.bias {
@@ -552,7 +599,7 @@ impl Rank {
     }
 
     /// Keeps x for the drafter, where a tap says so.
-    fn tap(&mut self, plan: &Plan, x: BufferId, tap: Option<Tap>, at: Rows) {
+    pub(super) fn tap(&mut self, plan: &Plan, x: BufferId, tap: Option<Tap>, at: Rows) {
         let Some(tap) = tap else { return };
         let (dim, features) = (plan.buffer(x).dim, plan.buffer(tap.out).dim);
         let x = self.buffers[plan.buffer(x).name][..at.tokens.len() * dim].to_vec();
@@ -601,20 +648,20 @@ impl Rank {
             let q = &qkv[r * width + head * dim..][..dim];
             let at = cache.at(a.layer, head / group);
             let n = (position + r + 1) * dim;
-            attend(q, &cache.keys[at..at + n], &cache.values[at..at + n], out);
+            attend(q, 1.0 / (dim as f32).sqrt(), &cache.keys[at..at + n], &cache.values[at..at + n], dim, out);
         });
     }
 }
 
 /// An input of a linear layer with its norm weight multiplied in.
-struct Scaled {
-    x: Vec<f32>,   // [rows, dim]
-    inv: Vec<f32>, // [rows]
-    dim: usize,
+pub(super) struct Scaled {
+    pub(super) x: Vec<f32>,   // [rows, dim]
+    pub(super) inv: Vec<f32>, // [rows]
+    pub(super) dim: usize,
 }
 
 /// sums [n, rows] = the slice [n, k] of a weight of `cols` columns x inputs, in parallel over weight rows.
-fn products(weight: &Numbers, cols: usize, slice: &Slice, inputs: &[Scaled], rows: usize, sums: &mut [f32]) {
+pub(super) fn products(weight: &Numbers, cols: usize, slice: &Slice, inputs: &[Scaled], rows: usize, sums: &mut [f32]) {
     const BLOCK: usize = 32; // weight rows of one task
     sums.par_chunks_mut(BLOCK * rows).enumerate().for_each(|(block, sums)| {
         for (j, sums) in sums.chunks_exact_mut(rows).enumerate() {
@@ -627,13 +674,12 @@ fn products(weight: &Numbers, cols: usize, slice: &Slice, inputs: &[Scaled], row
     });
 }
 
-/// Softmax attention of one query over `keys` and `values` ([positions, dim]), chunk by chunk.
-fn attend(q: &[f32], keys: &[f32], values: &[f32], out: &mut [f32]) {
+/// Softmax attention of one query over `keys` [positions, dim] and the values, the first numbers of rows of `stride`, chunk by chunk.
+pub(super) fn attend(q: &[f32], scale: f32, keys: &[f32], values: &[f32], stride: usize, out: &mut [f32]) {
     let dim = q.len();
-    let scale = 1.0 / (dim as f32).sqrt();
     let positions = keys.len() / dim;
     let (mut max, mut sum) = (f32::NEG_INFINITY, 0.0);
-    let mut chunk_out = vec![0.0; dim];
+    let mut chunk_out = vec![0.0; out.len()];
     let mut start = 0;
     out.fill(0.0);
     while start < positions {
@@ -645,7 +691,7 @@ fn attend(q: &[f32], keys: &[f32], values: &[f32], out: &mut [f32]) {
         for (p, score) in (start..end).zip(scores) {
             let weight = (score - chunk_max).exp();
             chunk_sum += weight;
-            chunk_out.iter_mut().zip(&values[p * dim..]).for_each(|(o, v)| *o += weight * v);
+            chunk_out.iter_mut().zip(&values[p * stride..]).for_each(|(o, v)| *o += weight * v);
         }
         let new_max = chunk_max.max(max);
         let (old, new) = ((max - new_max).exp(), (chunk_max - new_max).exp());

@@ -354,6 +354,11 @@ impl Link {
         self.rendezvous.all_gather(self.rank, &[]).map(drop)
     }
 
+    /// Nobody waits for this rank any more.
+    pub fn fail(&self, why: &str) {
+        self.rendezvous.fail(&format!("rank {}: {why}", self.rank));
+    }
+
     /// Everybody's bytes, by rank.
     pub fn all_gather(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.rendezvous.all_gather(self.rank, mine)

@@ -194,6 +194,8 @@ impl Driver for Cuda {
     }
 
     fn download(&self, from: u64, to: &mut [u8]) -> Result<()> {
+        // First wait: a copy to pageable memory waits inside the driver, where another rank of this GPU then cannot launch what this stream waits for.
+        self.synchronize()?;
         unsafe { result::memcpy_dtoh_async(to, from, self.stream)? };
         self.synchronize()
     }

@@ -165,7 +165,7 @@ impl Matrix {
 /// Bytes of one number of a buffer.
 pub fn element_bytes(kind: BufferKind) -> usize {
     match kind {
-        BufferKind::Logits | BufferKind::Stream => 4,
+        BufferKind::Logits | BufferKind::Stream | BufferKind::Routes => 4,
         BufferKind::Activation | BufferKind::Feature => 2,
     }
 }
@@ -294,6 +294,13 @@ pub fn norms(plan: &Plan) -> Norms {
                 writer.remove(out);
             }
             Step::Attention(_) | Step::Accept { .. } | Step::DraftToken { .. } => {}
+            // Refused when the machine is made.
+            Step::LatentQuery(_)
+            | Step::LatentAttend(_)
+            | Step::LatentValue(_)
+            | Step::Router(_)
+            | Step::ExpertsUp(_)
+            | Step::ExpertsDown(_) => {}
         }
     }
     norms
@@ -444,6 +451,14 @@ impl Launcher<'_> {
             Step::DraftToken { logits, vocab, draft } => self.draft_token(*logits, *vocab, *draft),
             Step::AllReduce { partial, x, dim, bias, tap } => self.all_reduce(i, *partial, *x, *dim, *bias, *tap),
             Step::Norm { x, column, weight, out, dim } => self.norm(*x, *column, *weight, *out, *dim),
+            Step::LatentQuery(_)
+            | Step::LatentAttend(_)
+            | Step::LatentValue(_)
+            | Step::Router(_)
+            | Step::ExpertsUp(_)
+            | Step::ExpertsDown(_) => {
+                bail!("no kernel for it yet")
+            }
         }
     }
 
@@ -576,6 +591,7 @@ impl Launcher<'_> {
             let buffer = plan.buffer(input.x);
             part[i] = LinearPart {
                 weights: matrix.parts[i].at,
+                scales: 0,
                 x: arena.buffer(plan, input.x),
                 squares: 0,
                 inv: 0,

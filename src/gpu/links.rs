@@ -468,7 +468,7 @@ const STEP: &str = "the check of sums";
 fn check_words(link: &Link) -> Result<Result<(), String>> {
     const N: usize = 300;
     let gpu = link.gpu();
-    let of = |rank: usize| (0..N as u64).map(move |i| (i + 1) * (rank as u64 + 3) << (i % 40));
+    let of = |rank: usize| (0..N as u64).map(move |i| ((i + 1) * (rank as u64 + 3)) << (i % 40));
     let words = gpu.store(&of(link.rank).collect::<Vec<u64>>())?;
     let all: Vec<Vec<u64>> = (0..link.ranks()).map(|rank| of(rank).collect()).collect();
     // Twice each: there are two buffers.

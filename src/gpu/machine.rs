@@ -15,7 +15,7 @@ use crate::decode::{Backend, Counters, End, Limits, Record, Sampling, StepTime, 
 use crate::error::{internal, machine};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
-use crate::model::plan::{self, BufferId, BufferKind, Epilogue, Owner, Pass, Plan, Ranks, Shard, Step};
+use crate::model::plan::{self, BufferId, BufferKind, Epilogue, Linear, Mixture, Owner, Pass, Plan, Ranks, Shard, Step};
 use crate::model::plan::{Storage, FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS};
 use crate::model::weights::{Role, Weight, WeightId};
 use anyhow::{bail, Context, Result};
@@ -104,12 +104,38 @@ impl Machine {
     /// One of several ranks: as many threads build theirs at the same time.
     pub fn of_rank(
         gpu: Gpu,
-        link: Option<Link>,
+        mut link: Option<Link>,
+        config: Config,
+        source: Source,
+        options: Options,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Machine> {
+        // The others learn of a failure before anything of this rank goes, which waits for them otherwise.
+        let fail = |link: &Option<Link>, e: &anyhow::Error| link.iter().for_each(|link| link.fail(&format!("{e:#}")));
+        let require_graphs = options.require_graphs;
+        let fail_capture = options.fail_capture;
+        let mut machine = Machine::build(gpu, &mut link, config, source, options, progress).inspect_err(|e| fail(&link, e))?;
+        machine.capture(require_graphs, fail_capture).inspect_err(|e| fail(&machine.link, e)).context("capture")?;
+        Ok(machine)
+    }
+
+    /// Everything but the graphs. The link stays where it is until nothing can fail.
+    fn build(
+        gpu: Gpu,
+        link: &mut Option<Link>,
         config: Config,
         source: Source,
         mut options: Options,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Machine> {
+        let unsupported = [
+            (config.latent.is_some(), "latent attention"),
+            (config.experts.is_some(), "experts"),
+            (config.quant.is_some(), "quantised weights"),
+        ];
+        if let Some((_, what)) = unsupported.iter().find(|(has, _)| *has) {
+            bail!("{}: the GPU backend has no kernels for {what} yet; use --device cpu", config.arch);
+        }
         let ranks = link.as_ref().map_or(Ranks::ONE, |link| Ranks { rank: link.rank, count: link.ranks() });
         let drafter = options.drafter.take();
         let taps = drafter.as_ref().map_or(&[][..], |d| &d.shape.taps);
@@ -250,7 +276,7 @@ impl Machine {
         };
         let mut buckets: Vec<usize> = [2048, 16384].into_iter().filter(|&n| n < capacity).map(attention_chunks).collect();
         buckets.push(chunks);
-        let mut machine = Machine {
+        Ok(Machine {
             graphs: BTreeMap::new(),
             plans,
             context: options.context,
@@ -261,7 +287,6 @@ impl Machine {
             staging: gpu.pinned((4 * capacity).max(4 * config.vocab).max(1024))?,
             row_counts: gpu.pinned(4)?,
             ranks,
-            link,
             gpu,
             config,
             buckets,
@@ -273,9 +298,8 @@ impl Machine {
             lag: 0,
             counters: Counters::default(),
             timings,
-        };
-        machine.capture(&options).context("capture")?;
-        Ok(machine)
+            link: link.take(),
+        })
     }
 
     /// The kinds of choice that verify passes have graphs for.
@@ -305,7 +329,7 @@ impl Machine {
     }
 
     /// Every graph, after one eager run of every pass: first launches load code and must not fall into a capture.
-    fn capture(&mut self, options: &Options) -> Result<()> {
+    fn capture(&mut self, require_graphs: bool, fail_capture: fn(Pass) -> bool) -> Result<()> {
         let start = Instant::now();
         let choices = self.choices();
         self.meet()?;
@@ -325,14 +349,11 @@ impl Machine {
             let buckets = if decode { self.buckets.clone() } else { vec![last] };
             for (chunks, &choice) in buckets.into_iter().flat_map(|b| choices.iter().map(move |c| (b, c))) {
                 let launcher = self.launcher(pass, chunks, choice);
-                let captured = if (options.fail_capture)(pass) {
-                    Err(anyhow::anyhow!("refused by the test"))
-                } else {
-                    self.gpu.capture(|| launcher.run())
-                };
+                let captured =
+                    if fail_capture(pass) { Err(anyhow::anyhow!("refused by the test")) } else { self.gpu.capture(|| launcher.run()) };
                 let graph = match captured {
                     Ok(graph) => Some(graph),
-                    Err(e) if options.require_graphs => return Err(machine(format!("the graph of {pass:?} was not captured: {e:#}"))),
+                    Err(e) if require_graphs => return Err(machine(format!("the graph of {pass:?} was not captured: {e:#}"))),
                     Err(e) => {
                         eprintln!(
                             "warning: the graph of {pass:?} was not captured ({e:#}); it runs launch by launch, with the same tokens"
@@ -496,14 +517,14 @@ impl Machine {
             let buffer = launcher.plan.buffer(out);
             let (at, n) = (self.arena.buffers[buffer.name].at(0), tokens.len() * buffer.dim);
             let numbers = match buffer.kind {
-                BufferKind::Logits | BufferKind::Stream => self.gpu.download(at, n)?,
+                BufferKind::Logits | BufferKind::Stream | BufferKind::Routes => self.gpu.download(at, n)?,
                 BufferKind::Activation | BufferKind::Feature => {
                     self.gpu.download::<u16>(at, n)?.into_iter().map(|bits| bf16::from_bits(bits).to_f32()).collect()
                 }
             };
             observe(step, &numbers, buffer.dim);
         }
-        Ok(())
+        self.check_link()
     }
 
     /// For checks: the drafter behind the passes before, one launch at a time: `observe` sees the number of each draft, from 1, and its logits, and
@@ -664,8 +685,13 @@ fn output(step: &Step) -> Option<BufferId> {
     match step {
         Step::Embed { out, .. } | Step::Norm { out, .. } | Step::Select { out, .. } => Some(*out),
         Step::Attention(a) => Some(a.out),
+        Step::LatentQuery(a) => Some(a.absorbed),
+        Step::LatentAttend(a) => Some(a.attended),
+        Step::LatentValue(a) => Some(a.out),
+        Step::Router(r) => Some(r.routes),
+        Step::ExpertsUp(m) => Some(m.act),
         Step::AllReduce { x, .. } => Some(*x),
-        Step::Linear(l) => match l.epilogue {
+        Step::ExpertsDown(Mixture { epilogue, .. }) | Step::Linear(Linear { epilogue, .. }) => match *epilogue {
             Epilogue::Store { out } | Epilogue::SiluMul { out } | Epilogue::Partial { out } | Epilogue::Logits { out } => Some(out),
             Epilogue::Residual { x, .. } => Some(x),
         },

@@ -49,6 +49,13 @@ impl Layout {
                 Step::Embed { table, dim, .. } => {
                     layout.matrices.insert(*table, Matrix::new(vocab, &[*dim], false));
                 }
+                // Refused when the machine is made.
+                Step::LatentQuery(_)
+                | Step::LatentAttend(_)
+                | Step::LatentValue(_)
+                | Step::Router(_)
+                | Step::ExpertsUp(_)
+                | Step::ExpertsDown(_) => {}
                 Step::AllReduce { bias, dim, .. } => layout.vectors.extend(bias.map(|id| (id, *dim))),
                 Step::Select { .. } | Step::Accept { .. } | Step::DraftToken { .. } => {}
             }

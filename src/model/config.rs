@@ -1,6 +1,8 @@
 //! config.json and generation_config.json -> `Config`, strictly: whatever changes the arithmetic is either read or refused by name.
 //! Both dialects are read: the hub's (rope_theta, rope_scaling, torch_dtype) and that of transformers 5 (rope_parameters, dtype).
 //! A new family is a row of `FAMILIES`, its fields here, and a section of weights.toml.
+use super::quant::{Format, Quant};
+use super::weights::Role;
 use anyhow::{bail, ensure, Context, Result};
 use serde_json::{Map, Value};
 use std::fmt;
@@ -9,13 +11,16 @@ use std::path::Path;
 /// The shape of a model and the constants of its arithmetic.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
-    /// The section of weights.toml: llama, mistral, qwen2, qwen3.
+    /// The section of weights.toml: the `arch` of a row of FAMILIES.
     pub arch: String,
     pub hidden: usize,
     pub n_layers: usize,
     pub n_heads: usize,
+    /// 1 with latent attention: all heads share one latent.
     pub n_kv_heads: usize,
+    /// Of queries and keys; with latent attention `nope_dim + rope_dim` of a query before it is absorbed.
     pub head_dim: usize,
+    /// Of layers without experts.
     pub ffn_dim: usize,
     pub vocab: usize,
     /// max_position_embeddings, in tokens.
@@ -28,11 +33,78 @@ pub struct Config {
     pub mlp_bias: bool,
     /// RMSNorm over each head of q and k, after the projection and before rope.
     pub qk_norm: bool,
+    /// Multi-head latent attention; None is grouped-query attention.
+    pub latent: Option<Latent>,
+    pub experts: Option<Experts>,
+    /// How matrices are stored; None: as bf16, f16 or f32.
+    pub quant: Option<Quant>,
+    /// num_nextn_predict_layers: layers behind the last one, made for drafting.
+    pub n_mtp_layers: usize,
     /// tie_word_embeddings: the head is the embedding table.
     pub tied: bool,
     pub bos: Option<u32>,
     /// End tokens, each once, with the file or files that named it.
     pub eos: Vec<(u32, &'static str)>,
+}
+
+/// Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are made of one latent a token, which is what the cache holds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Latent {
+    /// q_lora_rank
+    pub q_rank: usize,
+    /// kv_lora_rank: numbers of the latent.
+    pub kv_rank: usize,
+    /// qk_nope_head_dim: numbers of a head's query and key that are not rotated.
+    pub nope_dim: usize,
+    /// qk_rope_head_dim: those that are; the rotated key is one for all heads.
+    pub rope_dim: usize,
+    /// v_head_dim
+    pub v_dim: usize,
+    /// rope_interleave: in the checkpoint, element 2i is rotated with element 2i + 1.
+    pub interleaved: bool,
+}
+
+impl Latent {
+    /// Numbers that the cache holds for a position of a layer: the normalised latent, then the rotated key.
+    pub fn row_dim(&self) -> usize {
+        self.kv_rank + self.rope_dim
+    }
+}
+
+/// A feed-forward layer of many, of which each token uses a few.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Experts {
+    pub routing: Routing,
+    /// moe_intermediate_size
+    pub expert_dim: usize,
+    /// Width of the expert that every token uses beside; 0 without one.
+    pub shared_dim: usize,
+    /// Layers that have none; those behind the last (`n_mtp_layers`) always have.
+    pub dense_layers: Vec<usize>,
+}
+
+/// How the experts of a token are chosen and weighed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Routing {
+    pub n_experts: usize,
+    /// num_experts_per_tok
+    pub top_k: usize,
+    pub scoring: Scoring,
+    /// The experts are in so many groups (n_group), of which the best `top_groups` are kept.
+    pub n_groups: usize,
+    pub top_groups: usize,
+    /// norm_topk_prob: the chosen weights are divided by their sum.
+    pub normalised: bool,
+    /// routed_scaling_factor
+    pub scale: f32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scoring {
+    /// Softmax over all experts.
+    Softmax,
+    /// Sigmoid of each; chosen by score plus e_score_correction_bias, weighed by score alone.
+    Sigmoid,
 }
 
 /// Rotary position embedding, rotate-half form: element i pairs with element i + head_dim / 2.
@@ -86,6 +158,7 @@ impl Config {
 
     pub fn parse(config_json: &str, generation_json: Option<&str>) -> Result<Config> {
         let mut keys = Keys::parse(config_json, CONFIG)?;
+        take_text_config(&mut keys)?;
         let config = parse_config(&mut keys)?;
         keys.refuse_unread(|key, value| is_descriptive(key) || is_neutral(key, value))?;
         match generation_json {
@@ -93,6 +166,30 @@ impl Config {
             None => Ok(config),
         }
     }
+
+    /// Numbers of a query and key that are rotated.
+    pub fn rope_dim(&self) -> usize {
+        self.latent.map_or(self.head_dim, |latent| latent.rope_dim)
+    }
+
+    /// What scores of latent attention are multiplied by: YaRN makes the softmax sharper, as in DeepSeek's own code.
+    pub fn latent_scale(&self) -> f32 {
+        self.rope.latent_scale(self.head_dim)
+    }
+
+    pub fn has_experts(&self, layer: usize) -> bool {
+        self.experts.as_ref().is_some_and(|experts| !experts.dense_layers.contains(&layer))
+    }
+
+    /// How a matrix of this role is stored.
+    pub fn format(&self, role: Role) -> Format {
+        self.quant.as_ref().map_or(Format::Plain, |quant| quant.format(role))
+    }
+}
+
+/// YaRN's growth of attention with the stretch of the context.
+fn magnitude(factor: f64, mscale: f64) -> f64 {
+    0.1 * mscale * factor.ln() + 1.0
 }
 
 impl Rope {
@@ -123,16 +220,24 @@ impl Rope {
         frequencies.map(|f| f as f32).collect()
     }
 
+    /// What scores of latent attention with queries of `head_dim` numbers are multiplied by.
+    pub fn latent_scale(&self, head_dim: usize) -> f32 {
+        let sharper = match self.scaling {
+            RopeScaling::Yarn { factor, mscale_all_dim: Some(mscale), .. } => magnitude(factor, mscale).powi(2),
+            _ => 1.0,
+        };
+        (sharper / (head_dim as f64).sqrt()) as f32
+    }
+
     /// What cos and sin are multiplied by; 1 except for yarn.
     pub fn attention_factor(&self) -> f32 {
         let RopeScaling::Yarn { factor, attention_factor, mscale, mscale_all_dim, .. } = self.scaling else {
             return 1.0;
         };
-        let magnitude = |mscale: f64| 0.1 * mscale * factor.ln() + 1.0;
         let factor = match (attention_factor, mscale, mscale_all_dim) {
             (Some(given), _, _) => given,
-            (None, Some(mscale), Some(all)) => magnitude(mscale) / magnitude(all),
-            _ => magnitude(1.0),
+            (None, Some(mscale), Some(all)) => magnitude(factor, mscale) / magnitude(factor, all),
+            _ => magnitude(factor, 1.0),
         };
         factor as f32
     }
@@ -171,6 +276,7 @@ struct Family {
     always_slides: bool,
     /// The sliding window of a file without that key, the default of the config class.
     default_window: Option<usize>,
+    layers: Layers,
 }
 
 /// Which attention projections have one.
@@ -182,31 +288,91 @@ enum Bias {
     Never,
 }
 
-#[rustfmt::skip]
-const FAMILIES: [Family; 4] = [
-    Family {
-        architecture: "LlamaForCausalLM", arch: "llama", bias: Bias::Configured, mlp_bias: true, qk_norm: false,
-        always_slides: true, default_window: None,
-    },
-    Family {
-        architecture: "MistralForCausalLM", arch: "mistral", bias: Bias::Never, mlp_bias: false, qk_norm: false,
-        always_slides: true, default_window: Some(4096),
-    },
-    Family {
-        architecture: "Qwen2ForCausalLM", arch: "qwen2", bias: Bias::Qkv, mlp_bias: false, qk_norm: false,
-        always_slides: false, default_window: None,
-    },
-    Family {
-        architecture: "Qwen3ForCausalLM", arch: "qwen3", bias: Bias::Configured, mlp_bias: false, qk_norm: true,
-        always_slides: false, default_window: None,
-    },
+/// The kind of attention and feed-forward layer, and whose keys describe them.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Layers {
+    /// Grouped-query attention, no experts.
+    Plain,
+    /// Grouped-query attention, experts by Qwen3-MoE's keys.
+    QwenExperts,
+    /// Latent attention and experts by DeepSeek-V3's keys.
+    DeepSeek,
+}
+
+const LLAMA: Family = Family {
+    architecture: "LlamaForCausalLM",
+    arch: "llama",
+    bias: Bias::Configured,
+    mlp_bias: true,
+    qk_norm: false,
+    always_slides: true,
+    default_window: None,
+    layers: Layers::Plain,
+};
+const QWEN3: Family =
+    Family { architecture: "Qwen3ForCausalLM", arch: "qwen3", mlp_bias: false, qk_norm: true, always_slides: false, ..LLAMA };
+const DEEPSEEK: Family = Family {
+    architecture: "DeepseekV3ForCausalLM",
+    arch: "deepseek_v3",
+    bias: Bias::Never,
+    mlp_bias: false,
+    layers: Layers::DeepSeek,
+    ..LLAMA
+};
+
+const FAMILIES: [Family; 9] = [
+    LLAMA,
+    Family { architecture: "MistralForCausalLM", arch: "mistral", bias: Bias::Never, mlp_bias: false, default_window: Some(4096), ..LLAMA },
+    Family { architecture: "Qwen2ForCausalLM", arch: "qwen2", bias: Bias::Qkv, mlp_bias: false, always_slides: false, ..LLAMA },
+    QWEN3,
+    Family { architecture: "Qwen3MoeForCausalLM", arch: "qwen3_moe", layers: Layers::QwenExperts, ..QWEN3 },
+    DEEPSEEK,
+    Family { arch: "kimi_k2", ..DEEPSEEK },
+    Family { architecture: "KimiK25ForConditionalGeneration", arch: "kimi_k25", ..DEEPSEEK },
+    // transformers' own spelling of the class
+    Family { architecture: "Kimi_K25ForConditionalGeneration", arch: "kimi_k25", ..DEEPSEEK },
 ];
 
-fn parse_config(keys: &mut Keys) -> Result<Config> {
-    // First, because its absence from weights.toml would otherwise show as a heap of tensor errors.
-    if keys.take("quantization_config").is_some() {
-        bail!("config.json: quantization_config: expected bf16, f16 or f32 weights, found a quantised model; use the unquantised release");
+/// A model of text and images keeps the text model's keys in text_config. Takes them out; what is left is about images, or says the same.
+fn take_text_config(keys: &mut Keys) -> Result<()> {
+    if keys.map.get("model_type").is_none_or(|model_type| model_type != "kimi_k25") {
+        return Ok(());
     }
+    let Some(Value::Object(mut text)) = keys.take("text_config") else {
+        bail!("config.json: text_config: expected the text model's settings in a kimi_k25 model, found none");
+    };
+    let inner = text.shift_remove("model_type");
+    ensure!(
+        inner.as_ref().is_none_or(|kind| kind == "kimi_k2" || kind == "deepseek_v3"),
+        "config.json: text_config.model_type: expected \"kimi_k2\", found {}",
+        inner.unwrap_or_default()
+    );
+    text.shift_remove("architectures");
+    // The outer tie_word_embeddings is none of the model's: transformers' class has it true by default although there is a head.
+    keys.take("tie_word_embeddings");
+    for key in IMAGE_KEYS {
+        keys.take(key);
+    }
+    for (key, value) in text {
+        match keys.map.get(&key).filter(|outer| !outer.is_null()) {
+            Some(outer) if *outer != value && !value.is_null() && !is_descriptive(&key) => {
+                bail!("config.json: {key}: expected one value, found {outer} and, in text_config, {value}")
+            }
+            Some(_) => {}
+            None => {
+                keys.map.insert(key, value);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What a model of images and text says about images.
+const IMAGE_KEYS: [&str; 6] =
+    ["vision_config", "media_placeholder_token_id", "image_token_id", "ignore_index", "use_unified_vision_chunk", "video_placeholder"];
+
+fn parse_config(keys: &mut Keys) -> Result<Config> {
+    let quant = keys.take("quantization_config").map(Quant::parse).transpose()?;
     let family = parse_family(keys)?;
     for key in ["hidden_act", "hidden_activation"] {
         if let Some(activation) = keys.take(key) {
@@ -223,9 +389,12 @@ fn parse_config(keys: &mut Keys) -> Result<Config> {
         n_heads % n_kv_heads == 0,
         "config.json: num_attention_heads: expected a multiple of num_key_value_heads = {n_kv_heads}, found {n_heads}"
     );
-    let head_dim = match keys.optional_count("head_dim", 1 << 14)? {
-        Some(head_dim) => head_dim,
-        None => {
+    let latent = if family.layers == Layers::DeepSeek { Some(parse_latent(keys, n_heads, n_kv_heads)?) } else { None };
+    let head_dim = match (latent, keys.optional_count("head_dim", 1 << 14)?) {
+        // Configs saved by transformers 5 say qk_rope_head_dim under this key.
+        (Some(latent), _) => latent.nope_dim + latent.rope_dim,
+        (None, Some(head_dim)) => head_dim,
+        (None, None) => {
             ensure!(
                 hidden % n_heads == 0,
                 "config.json: hidden_size: expected a multiple of num_attention_heads = {n_heads} as there is no head_dim, found {hidden}"
@@ -234,6 +403,11 @@ fn parse_config(keys: &mut Keys) -> Result<Config> {
         }
     };
     ensure!(head_dim % 2 == 0, "config.json: head_dim: expected an even number for rope, found {head_dim}");
+    let experts = match family.layers {
+        Layers::Plain => None,
+        Layers::QwenExperts => Some(parse_qwen_experts(keys, n_layers)?),
+        Layers::DeepSeek => Some(parse_deepseek_experts(keys, n_layers)?),
+    };
     let context = keys.count("max_position_embeddings", 1 << 30)?;
 
     let attention_bias = match family.bias {
@@ -267,7 +441,7 @@ fn parse_config(keys: &mut Keys) -> Result<Config> {
         hidden,
         n_layers,
         n_heads,
-        n_kv_heads,
+        n_kv_heads: if latent.is_some() { 1 } else { n_kv_heads },
         head_dim,
         ffn_dim: keys.count("intermediate_size", 1 << 22)?,
         vocab,
@@ -278,7 +452,11 @@ fn parse_config(keys: &mut Keys) -> Result<Config> {
         o_bias: attention_bias,
         mlp_bias: family.mlp_bias && keys.flag("mlp_bias")?.unwrap_or(false),
         qk_norm: family.qk_norm,
-        // The default of all four families' config classes.
+        latent,
+        experts,
+        quant,
+        n_mtp_layers: if latent.is_some() { keys.optional_whole("num_nextn_predict_layers", 16)?.unwrap_or(0) } else { 0 },
+        // The default of all families' config classes.
         tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
         bos,
         eos,
@@ -293,22 +471,121 @@ fn parse_family(keys: &mut Keys) -> Result<Family> {
         Some(other) => bail!("config.json: architectures: expected one name, found {other}"),
         None => None,
     };
-    let known = || FAMILIES.iter().map(|family| family.architecture).collect::<Vec<_>>().join(", ");
-    let family = match (name, &model_type) {
-        (Some(name), _) => FAMILIES.into_iter().find(|family| family.architecture == name),
-        (None, Some(model_type)) => FAMILIES.into_iter().find(|family| model_type == family.arch),
-        (None, None) => bail!("config.json: expected architectures or model_type, found neither"),
+    let known = || {
+        let mut names: Vec<&str> = FAMILIES.iter().map(|family| family.architecture).collect();
+        names.dedup();
+        names.join(", ")
     };
-    let Some(family) = family else {
-        let found = architectures.or(model_type).unwrap_or_default();
+    let families = FAMILIES.into_iter().filter(|family| match (name, &model_type) {
+        (Some(name), _) => family.architecture == name,
+        (None, Some(model_type)) => model_type == family.arch,
+        (None, None) => false,
+    });
+    let mut families: Vec<Family> = families.collect();
+    if families.is_empty() {
+        let Some(found) = architectures.or(model_type) else { bail!("config.json: expected architectures or model_type, found neither") };
         bail!("config.json: expected an architecture of {}, found {found}", known());
-    };
-    match model_type {
-        Some(model_type) if model_type != family.arch => {
-            bail!("config.json: model_type: expected \"{}\" for {}, found {model_type}", family.arch, family.architecture)
-        }
-        _ => Ok(family),
     }
+    // Kimi-K2 calls itself by DeepSeek's architecture.
+    let found = families.iter().position(|family| model_type.as_ref().is_none_or(|model_type| model_type == family.arch));
+    match found {
+        Some(i) => Ok(families.swap_remove(i)),
+        None => {
+            let arch: Vec<String> = families.iter().map(|family| format!("{:?}", family.arch)).collect();
+            let (arch, architecture, found) = (arch.join(" or "), families[0].architecture, model_type.unwrap_or_default());
+            bail!("config.json: model_type: expected {arch} for {architecture}, found {found}")
+        }
+    }
+}
+
+pub(super) fn parse_latent(keys: &mut Keys, n_heads: usize, n_kv_heads: usize) -> Result<Latent> {
+    ensure!(
+        n_kv_heads == n_heads,
+        "config.json: num_key_value_heads: expected num_attention_heads = {n_heads} as attention is latent, found {n_kv_heads}"
+    );
+    let most = 1 << 16;
+    let q_rank = keys.optional_count("q_lora_rank", most)?;
+    let q_rank = q_rank.context("config.json: q_lora_rank: expected a number, found none: queries without a latent are not supported")?;
+    let latent = Latent {
+        q_rank,
+        kv_rank: keys.count("kv_lora_rank", most)?,
+        nope_dim: keys.count("qk_nope_head_dim", most)?,
+        rope_dim: keys.count("qk_rope_head_dim", most)?,
+        v_dim: keys.count("v_head_dim", most)?,
+        interleaved: keys.flag("rope_interleave")?.unwrap_or(true),
+    };
+    ensure!(latent.rope_dim % 2 == 0, "config.json: qk_rope_head_dim: expected an even number, found {}", latent.rope_dim);
+    if let Some(dim) = keys.optional_count("qk_head_dim", 2 * most)?.filter(|dim| *dim != latent.nope_dim + latent.rope_dim) {
+        bail!("config.json: qk_head_dim: expected qk_nope_head_dim + qk_rope_head_dim, found {dim}");
+    }
+    keys.take("auto_map"); // the authors' own code for what is implemented here
+    Ok(latent)
+}
+
+fn parse_deepseek_experts(keys: &mut Keys, n_layers: usize) -> Result<Experts> {
+    for (key, only) in [("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_router_dtype", "float32")] {
+        if let Some(value) = keys.take(key).filter(|value| *value != only) {
+            bail!("config.json: {key}: expected \"{only}\", found {value}: not supported");
+        }
+    }
+    if let Some(n) = keys.optional_count("moe_layer_freq", n_layers)?.filter(|n| *n != 1) {
+        bail!("config.json: moe_layer_freq: expected 1, found {n}: not supported");
+    }
+    let expert_dim = keys.count("moe_intermediate_size", 1 << 22)?;
+    let routing = Routing {
+        n_experts: keys.count("n_routed_experts", MOST_EXPERTS)?,
+        top_k: keys.count("num_experts_per_tok", MOST_EXPERTS)?,
+        scoring: Scoring::Sigmoid,
+        n_groups: keys.optional_count("n_group", MOST_EXPERTS)?.unwrap_or(1),
+        top_groups: keys.optional_count("topk_group", MOST_EXPERTS)?.unwrap_or(1),
+        normalised: keys.flag("norm_topk_prob")?.unwrap_or(true),
+        scale: keys.optional_positive("routed_scaling_factor", 1e6)?.unwrap_or(1.0) as f32,
+    };
+    let Routing { n_experts, n_groups, top_groups, .. } = routing;
+    ensure!(n_experts % n_groups == 0, "config.json: n_group: expected a divisor of n_routed_experts = {n_experts}, found {n_groups}");
+    ensure!(top_groups <= n_groups, "config.json: topk_group: expected at most n_group = {n_groups}, found {top_groups}");
+    // A group is judged by its best two.
+    ensure!(n_groups == 1 || n_experts / n_groups >= 2, "config.json: n_group: expected groups of two or more experts, found {n_groups}");
+    check_top_k(&routing, n_experts / n_groups * top_groups)?;
+    let n_shared = keys.optional_whole("n_shared_experts", 64)?.unwrap_or(0);
+    let n_dense = keys.optional_whole("first_k_dense_replace", n_layers)?.unwrap_or(0);
+    Ok(Experts { routing, expert_dim, shared_dim: n_shared * expert_dim, dense_layers: (0..n_dense).collect() })
+}
+
+fn parse_qwen_experts(keys: &mut Keys, n_layers: usize) -> Result<Experts> {
+    let expert_dim = keys.count("moe_intermediate_size", 1 << 22)?;
+    // transformers 5 writes the second name.
+    let n_experts = match (keys.optional_count("num_experts", MOST_EXPERTS)?, keys.optional_count("num_local_experts", MOST_EXPERTS)?) {
+        (Some(a), Some(b)) if a != b => bail!("config.json: num_experts: expected to agree with num_local_experts, found {a} and {b}"),
+        (Some(n), _) | (_, Some(n)) => n,
+        (None, None) => bail!("config.json: num_experts: expected a number from 1 to {MOST_EXPERTS}, found none"),
+    };
+    let routing = Routing {
+        n_experts,
+        top_k: keys.count("num_experts_per_tok", MOST_EXPERTS)?,
+        scoring: Scoring::Softmax,
+        n_groups: 1,
+        top_groups: 1,
+        normalised: keys.flag("norm_topk_prob")?.unwrap_or(false),
+        scale: 1.0,
+    };
+    check_top_k(&routing, n_experts)?;
+    let step = keys.optional_count("decoder_sparse_step", 1 << 12)?.unwrap_or(1);
+    let dense: Vec<usize> = match keys.take("mlp_only_layers") {
+        None => Vec::new(),
+        Some(value) => serde_json::from_value(value.clone())
+            .with_context(|| format!("config.json: mlp_only_layers: expected a list of layers, found {value}"))?,
+    };
+    let dense_layers = (0..n_layers).filter(|layer| dense.contains(layer) || (layer + 1) % step != 0).collect();
+    Ok(Experts { routing, expert_dim, shared_dim: 0, dense_layers })
+}
+
+const MOST_EXPERTS: usize = 1 << 14;
+
+fn check_top_k(routing: &Routing, available: usize) -> Result<()> {
+    let top_k = routing.top_k;
+    ensure!(top_k <= available, "config.json: num_experts_per_tok: expected at most the {available} that can be chosen, found {top_k}");
+    Ok(())
 }
 
 /// Attention over a window shorter than the context is not implemented.
@@ -359,7 +636,7 @@ pub(super) fn parse_rope(keys: &mut Keys, context: usize) -> Result<Rope> {
         }
         scaling = Some((key, parsed));
     }
-    // The default of all four families' config classes.
+    // The default of all families' config classes.
     let theta = theta.unwrap_or(10_000.0);
     ensure!(theta > 1.0, "config.json: rope_theta: expected a number above 1, found {theta}");
     Ok(Rope { theta, scaling: scaling.map_or(RopeScaling::Default, |(_, scaling)| scaling) })
@@ -482,6 +759,17 @@ impl Keys {
         }
     }
 
+    /// A whole number from 0 to `max`.
+    fn optional_whole(&mut self, key: &str, max: usize) -> Result<Option<usize>> {
+        let Some(value) = self.take(key) else {
+            return Ok(None);
+        };
+        match value.as_u64().filter(|n| *n <= max as u64) {
+            Some(n) => Ok(Some(n as usize)),
+            None => bail!("{}{key}: expected a number from 0 to {max}, found {value}", self.path),
+        }
+    }
+
     fn optional_number(&mut self, key: &str) -> Result<Option<f64>> {
         let Some(value) = self.take(key) else {
             return Ok(None);
@@ -545,6 +833,7 @@ const DESCRIPTIVE: &[&str] = &[
     // training and numerics; the dtype is that of each tensor, and pretraining_tp only ordered the sums of a linear
     "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "dropout", "initializer_range", "dtype",
     "torch_dtype", "use_cache", "pretraining_tp", "gradient_checkpointing",
+    "aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "output_router_logits", "ep_size",
     // text and provenance
     "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id", "mask_token_id", "tokenizer_class", "prefix", "name_or_path", "license",
     "is_llama_config", "model_max_length", "max_sequence_length", "finetuning_task", "task_specific_params", "problem_type", "id2label",

@@ -1,10 +1,11 @@
-//! An EAGLE-3 drafter on disk: its config in the dialects found in the wild (SafeAILab, SpecForge, speculators, ModelOpt), its weights, the
+//! A drafter on disk: an EAGLE-3 head, or the target's own layer for multi-token prediction. Of an EAGLE-3 head: its config in the dialects found in the wild (SafeAILab, SpecForge, speculators, ModelOpt), its weights, the
 //! target layers that it reads, and the map from its vocabulary to the target's. Everything is checked against the target before it is used.
 //! What a drafter computes is `plan::drafter`; how drafts are used is decode/.
 use super::checkpoint::{Checkpoint, Dtype, Read, Tensor};
-use super::config::{is_descriptive, is_neutral, parse_rope, Config, Keys, Rope};
+use super::config::{is_descriptive, is_neutral, parse_latent, parse_rope, Config, Keys, Latent, Rope};
 use super::plan::Drafter;
-use super::weights::{claim_drafter, Facts, Role, Split, Table, Weight, WeightId, Weights};
+use super::quant::Format;
+use super::weights::{claim_drafter, claim_mtp, Facts, Role, Split, Table, Weight, WeightId, Weights};
 use anyhow::{anyhow, bail, ensure, Context, Error, Result};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -41,6 +42,38 @@ impl DraftModel {
         open().with_context(|| format!("drafter {name}"))
     }
 
+    /// The target's layer for multi-token prediction; embedding and head are the target's.
+    pub fn mtp(table: &Table, target: &Config, target_weights: &Weights, checkpoint: &Checkpoint) -> Result<DraftModel> {
+        let n = target.n_mtp_layers;
+        ensure!(n > 0, "--draft mtp: config.json: num_nextn_predict_layers: expected a layer for multi-token prediction, found none");
+        ensure!(n == 1, "--draft mtp: config.json: num_nextn_predict_layers: expected 1, found {n}: not supported");
+        let mut weights = claim_mtp(table, target, checkpoint).context("--draft mtp")?;
+        for (role, of_target) in [(Role::DraftEmbed, Role::Embed), (Role::DraftHead, Role::Head)] {
+            weights.insert(WeightId::new(role, None), replicated(target_weights, of_target));
+        }
+        let shape = Drafter {
+            hidden: target.hidden,
+            target_hidden: target.hidden,
+            taps: vec![target.n_layers],
+            n_heads: target.n_heads,
+            n_kv_heads: target.n_kv_heads,
+            head_dim: target.head_dim,
+            ffn_dim: target.ffn_dim,
+            vocab: target.vocab,
+            norm_eps: target.norm_eps,
+            qkv_bias: false,
+            qk_norm: false,
+            norm_before_residual: false,
+            norm_before_fc: false,
+            fc_norm: false,
+            norm_output: false,
+            latent: None,
+            mtp: Some(Box::new(target.clone())),
+        };
+        let name = format!("layer {}", target.n_layers);
+        Ok(DraftModel { name, shape, rope: target.rope.clone(), weights, map: None, taps_from: "the model's own".into() })
+    }
+
     /// The shape in a config.json alone, for a machine that makes random weights: it shares the target's embedding and, where its vocabulary is
     /// smaller, knows ids spread evenly.
     pub fn random(dir: &Path, target: &Config) -> Result<DraftModel> {
@@ -60,6 +93,9 @@ impl DraftModel {
 impl fmt::Display for DraftModel {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let s = &self.shape;
+        if s.mtp.is_some() {
+            return write!(f, "multi-token prediction by {}, {} draft ids", self.name, s.vocab);
+        }
         let ids = self.map.as_ref().map_or(s.vocab, Vec::len);
         write!(
             f,
@@ -71,8 +107,8 @@ impl fmt::Display for DraftModel {
 
 const ARCH: &str = "eagle3";
 
-/// Names of `architectures` that mean a Llama-style EAGLE-3 head; SafeAILab's own files carry the target's plain name.
-const ARCHITECTURES: [&str; 7] = [
+/// Names of `architectures` that mean an EAGLE-3 head; SafeAILab's own files carry the target's plain name.
+const ARCHITECTURES: [&str; 8] = [
     "LlamaForCausalLM",
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
@@ -80,6 +116,8 @@ const ARCHITECTURES: [&str; 7] = [
     "Eagle3Speculator",
     "Eagle3DraftModel",
     "Eagle3Model",
+    // With latent attention.
+    "Eagle3DeepseekV2ForCausalLM",
 ];
 
 /// Who wrote the config: it decides how layer ids are counted and what an absent flag means.
@@ -103,6 +141,7 @@ struct DraftConfig {
     draft_vocab: usize,
     norm_eps: f32,
     rope: Rope,
+    latent: Option<Latent>,
     qkv_bias: bool,
     qk_norm: bool,
     tied: bool,
@@ -143,7 +182,7 @@ impl DraftConfig {
             Some(other) => bail!("config.json: eagle_config: expected an object, found {other}"),
             None => Keys { map: Default::default(), path: String::new() },
         };
-        let qwen3 = parse_style(&mut keys)?;
+        let style = parse_style(&mut keys)?;
         if let Some(activation) = keys.take("hidden_act").filter(|act| *act != "silu") {
             bail!("config.json: hidden_act: expected \"silu\", found {activation}");
         }
@@ -198,7 +237,14 @@ impl DraftConfig {
             n_heads % n_kv_heads == 0,
             "config.json: num_attention_heads: expected a multiple of num_key_value_heads = {n_kv_heads}, found {n_heads}"
         );
-        let head_dim = keys.optional_count("head_dim", 1 << 14)?.unwrap_or(hidden / n_heads);
+        let latent = if style == Style::Latent { Some(parse_latent(&mut keys, n_heads, n_kv_heads)?) } else { None };
+        if latent.is_some() {
+            refuse_experts(&mut keys)?;
+        }
+        let head_dim = match (latent, keys.optional_count("head_dim", 1 << 14)?) {
+            (Some(latent), _) => latent.nope_dim + latent.rope_dim,
+            (None, head_dim) => head_dim.unwrap_or(hidden / n_heads),
+        };
         ensure!(head_dim > 0 && head_dim % 2 == 0, "config.json: head_dim: expected an even number for rope, found {head_dim}");
         let vocab = keys.count("vocab_size", 1 << 26)?;
         let draft_vocab = keys.optional_count("draft_vocab_size", 1 << 26)?.unwrap_or(vocab);
@@ -218,7 +264,8 @@ impl DraftConfig {
             norm_eps: keys.positive("rms_norm_eps", 1.0)? as f32,
             rope: parse_rope(&mut keys, context)?,
             qkv_bias: keys.flag("attention_bias")?.unwrap_or(false),
-            qk_norm: qwen3,
+            latent,
+            qk_norm: style == Style::Qwen3,
             tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
             norm_before_residual,
             norm_before_fc,
@@ -232,23 +279,60 @@ impl DraftConfig {
     }
 }
 
-/// Refuses what is no Llama-style head; true for Qwen3's attention, which has norms on q and k.
-fn parse_style(keys: &mut Keys) -> Result<bool> {
+/// The attention of a head.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Style {
+    Llama,
+    /// With norms on q and k.
+    Qwen3,
+    /// DeepSeek's.
+    Latent,
+}
+
+/// Refuses what is no EAGLE-3 head.
+fn parse_style(keys: &mut Keys) -> Result<Style> {
     let architectures = keys.take("architectures");
     let model_type = keys.take("model_type");
     let name = architectures.as_ref().and_then(|names| names.as_array()?.first()?.as_str()).unwrap_or("LlamaForCausalLM");
-    let latent = ["kv_lora_rank", "q_lora_rank"].into_iter().find(|key| keys.take(key).is_some());
-    if name.contains("Deepseek") || latent.is_some() {
-        bail!("config.json: architectures: expected a Llama-style EAGLE-3 drafter, found {name}, whose attention is latent (MLA): not supported yet");
-    }
     if !ARCHITECTURES.contains(&name) {
         bail!("config.json: architectures: expected a drafter of {}, found {name:?}", ARCHITECTURES.join(", "));
     }
-    match model_type.as_ref().and_then(Value::as_str) {
-        None | Some("llama" | "eagle3" | "speculator_model") => Ok(name == "Qwen3ForCausalLM"),
-        Some("qwen3") => Ok(true),
-        Some(other) => bail!("config.json: model_type: expected \"llama\" or \"qwen3\", found {other:?}"),
+    let latent = keys.map.get("kv_lora_rank").is_some_and(|rank| !rank.is_null());
+    match (model_type.as_ref().and_then(Value::as_str), latent) {
+        (None | Some("kimi_k2" | "deepseek_v3" | "eagle3" | "speculator_model"), true) => Ok(Style::Latent),
+        (None | Some("llama" | "eagle3" | "speculator_model"), false) if name != "Qwen3ForCausalLM" => Ok(Style::Llama),
+        (None | Some("qwen3" | "eagle3" | "speculator_model"), false) if name == "Qwen3ForCausalLM" => Ok(Style::Qwen3),
+        (Some("qwen3"), false) => Ok(Style::Qwen3),
+        (found, _) => {
+            let expected = if latent { "\"kimi_k2\" or \"deepseek_v3\" as attention is latent" } else { "\"llama\" or \"qwen3\"" };
+            bail!("config.json: model_type: expected {expected}, found {:?}", found.unwrap_or_default())
+        }
     }
+}
+
+/// The one layer of a drafter with latent attention has no experts, whatever else its config takes over from the target's.
+fn refuse_experts(keys: &mut Keys) -> Result<()> {
+    let n_dense = keys.take("first_k_dense_replace").and_then(|n| n.as_u64());
+    let n_experts = keys.take("n_routed_experts").filter(|n| *n != 0);
+    if let (Some(n), None | Some(0)) = (&n_experts, n_dense) {
+        bail!("config.json: n_routed_experts: expected none, or first_k_dense_replace = 1, found {n}: not supported");
+    }
+    // About experts that the layer does not have.
+    const KEYS: [&str; 11] = [
+        "n_shared_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "moe_layer_freq",
+        "n_group",
+        "topk_group",
+        "topk_method",
+        "scoring_func",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+        "num_nextn_predict_layers",
+    ];
+    KEYS.iter().for_each(|key| drop(keys.take(key)));
+    Ok(())
 }
 
 /// Attention over a window is not implemented; Qwen configs carry a window that they do not use.
@@ -311,6 +395,8 @@ fn shape(c: &DraftConfig, target: &Config) -> Result<(Drafter, String)> {
         norm_before_fc: c.norm_before_fc,
         fc_norm: c.fc_norm,
         norm_output: c.norm_output,
+        latent: c.latent.map(|latent| (latent, c.rope.latent_scale(c.head_dim))),
+        mtp: None,
         taps,
     };
     Ok((shape, taps_from))
@@ -340,27 +426,34 @@ fn build(name: String, c: DraftConfig, checkpoint: &Checkpoint, target: &Config,
     let mut notes = Vec::new();
     let map = vocabulary_map(&c, &tensors, &mut notes)?;
     let mut weights = claim_drafter(&table, &facts(&shape, c.vocab, own_embed, own_head), checkpoint)?;
-    let shared = |weights: &Weights, role| {
-        let weight = weights.get(WeightId::new(role, None)).clone();
-        Weight { split: Split::Replicated, ..weight }
-    };
     let embed = WeightId::new(Role::DraftEmbed, None);
     if !own_embed {
-        weights.insert(embed, shared(target_weights, Role::Embed));
+        weights.insert(embed, replicated(target_weights, Role::Embed));
     }
     if !own_head {
-        let head = if c.tied { shared(&weights, Role::DraftEmbed) } else { shared(target_weights, Role::Head) };
+        let head = if c.tied { replicated(&weights, Role::DraftEmbed) } else { replicated(target_weights, Role::Head) };
         weights.insert(WeightId::new(Role::DraftHead, None), head);
     }
     weights.notes.extend(notes);
     Ok(DraftModel { name, shape, rope: c.rope, weights, map, taps_from })
 }
 
+/// Another's weight, whole on every rank.
+fn replicated(weights: &Weights, role: Role) -> Weight {
+    Weight { split: Split::Replicated, ..weights.get(WeightId::new(role, None)).clone() }
+}
+
 fn facts(d: &Drafter, vocab: usize, own_embed: bool, own_head: bool) -> Facts {
+    let latent = d.latent.map(|(latent, _)| latent);
+    let of_latent = |size: fn(&Latent) -> usize| latent.as_ref().map_or(0, size);
     Facts {
         arch: ARCH.into(),
         kind: "EAGLE-3 drafter with the flags of its config.json".into(),
-        n_layers: d.taps.len(),
+        layers: 0..d.taps.len(),
+        expert_layers: Vec::new(),
+        n_experts: 0,
+        format: Box::new(|_| Format::Plain),
+        scale_name: "",
         sizes: vec![
             ("hidden", d.hidden),
             ("n_heads", d.n_heads),
@@ -371,6 +464,13 @@ fn facts(d: &Drafter, vocab: usize, own_embed: bool, own_head: bool) -> Facts {
             ("features", d.taps.len() * d.target_hidden),
             ("target_hidden", d.target_hidden),
             ("draft_vocab", d.vocab),
+            ("attended", d.n_heads * latent.map_or(d.head_dim, |latent| latent.v_dim)),
+            ("q_lora_rank", of_latent(|l| l.q_rank)),
+            ("kv_lora_rank", of_latent(|l| l.kv_rank)),
+            ("qk_nope_head_dim", of_latent(|l| l.nope_dim)),
+            ("qk_rope_head_dim", of_latent(|l| l.rope_dim)),
+            ("interleaved_dim", of_latent(|l| if l.interleaved { l.rope_dim } else { 0 })),
+            ("v_head_dim", of_latent(|l| l.v_dim)),
         ],
         flags: vec![
             ("qkv_bias", d.qkv_bias),
@@ -379,6 +479,8 @@ fn facts(d: &Drafter, vocab: usize, own_embed: bool, own_head: bool) -> Facts {
             ("fc_norm", d.fc_norm),
             ("own_embed", own_embed),
             ("own_head", own_head),
+            ("grouped", latent.is_none()),
+            ("latent", latent.is_some()),
         ],
     }
 }

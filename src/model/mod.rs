@@ -3,4 +3,5 @@ pub mod checkpoint;
 pub mod config;
 pub mod draft;
 pub mod plan;
+pub mod quant;
 pub mod weights;

@@ -6,13 +6,17 @@
 //!
 //! What surprises: norms are not steps. A linear layer multiplies its input by the norm weight on the way in and its sums by the row's
 //! 1/rms on the way out, so that no step waits for another just to normalise.
-use super::config::Config;
+use super::config::{Config, Latent, Routing, Scoring};
+use super::quant::Format;
 use super::weights::{vocab_rows, Role, WeightId};
 use anyhow::{bail, Result};
 use std::fmt;
 
 /// Widest verify pass. Caches hold `context + 2 * MAX_WIDTH` rows, so that a pass may write past the end of the context.
 pub const MAX_WIDTH: usize = 16;
+
+/// The epsilon of the norms inside latent attention, whatever rms_norm_eps says: as in DeepSeek's and transformers' code.
+pub const LATENT_NORM_EPS: f32 = 1e-6;
 
 /// Rows of the ring of tapped features, indexed by position: one prefill chunk.
 pub const FEATURE_ROWS: usize = 1024;
@@ -65,6 +69,8 @@ pub enum BufferKind {
     Stream,
     /// f32 everywhere: what sampling reads.
     Logits,
+    /// f32 everywhere: the experts of each row, in ascending order, then the weight of each.
+    Routes,
     /// Tapped features: written by the target's passes, read by the drafter's; a ring of FEATURE_ROWS rows by position.
     Feature,
 }
@@ -74,13 +80,16 @@ pub enum BufferKind {
 pub struct KvLayout {
     pub n_layers: usize,
     pub n_kv_heads: usize,
+    /// Numbers of a key.
     pub head_dim: usize,
+    /// Numbers of a value; 0 with latent attention, where a value is the first part of the key.
+    pub value_dim: usize,
 }
 
 impl KvLayout {
     /// Numbers stored for one position of one layer, keys and values together.
     pub fn row_dim(&self) -> usize {
-        2 * self.n_kv_heads * self.head_dim
+        self.n_kv_heads * (self.head_dim + self.value_dim)
     }
 }
 
@@ -135,6 +144,7 @@ pub struct Tap {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Linear {
     pub weight: WeightId,
+    pub format: Format,
     pub bias: Option<WeightId>,
     /// Concatenated along K, in this order.
     pub inputs: Vec<Input>,
@@ -166,6 +176,87 @@ pub struct Attention {
     pub head_dim: usize,
 }
 
+/// Latent attention in its absorbed form: a query is taken into the space of the latent, so that the cache row of a position (latent and
+/// rotated key) is the key of all heads, and its latent is their value. Three steps share this description.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LatentAttention {
+    pub owner: Owner,
+    /// Of the cache.
+    pub layer: usize,
+    /// As in `Attention`.
+    pub tokens: Tokens,
+    pub latents: BufferId,  // [rows, q_rank + kv_rank + rope_dim]: made by Role::QkvA
+    pub q: BufferId,        // [rows, n_heads * (nope_dim + rope_dim)], heads of this rank
+    pub absorbed: BufferId, // [rows, n_heads * (kv_rank + rope_dim)]
+    pub attended: BufferId, // [rows, n_heads * kv_rank]
+    pub out: BufferId,      // [rows, n_heads * v_dim]
+    pub kv_norm: WeightId,
+    /// [n_heads * (nope_dim + v_dim), kv_rank]; of each head, rows that make its key, then rows that make its value.
+    pub kv_b: WeightId,
+    pub format: Format,
+    pub n_heads: usize,
+    pub dims: Latent,
+    /// Of scores, before softmax.
+    pub scale: f32,
+}
+
+/// Which experts a row uses, and with which weights; f32 logits.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Router {
+    pub input: Input,
+    pub weight: WeightId, // [n_experts, dim]
+    /// Added to scores when experts are chosen.
+    pub bias: Option<WeightId>,
+    pub routes: BufferId, // [rows, 2 * top_k]
+    pub routing: Routing,
+}
+
+/// The experts of each row and the shared one, as two steps: up to the activations, and down into the residual stream. A row adds its
+/// experts in ascending order, the shared one last, so that its bits do not depend on which other rows use them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Mixture {
+    pub input: Input,
+    pub routes: BufferId, // [rows, 2 * top_k]
+    pub act: BufferId,    // [rows, top_k * expert_dim + shared_dim]
+    pub n_experts: usize,
+    pub top_k: usize,
+    pub gate_up: WeightId, // of each expert [2 * expert_dim, dim]
+    pub down: WeightId,    // of each expert [n, expert_dim]
+    pub format: Format,
+    /// Columns of this rank.
+    pub expert_dim: usize,
+    pub shared: Option<SharedExpert>,
+    pub n: usize,
+    /// Of the way down: `Residual` or `Partial`.
+    pub epilogue: Epilogue,
+    /// A one-row step of a draft pass.
+    pub one_row: bool,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct SharedExpert {
+    pub gate_up: WeightId,
+    pub down: WeightId,
+    pub format: Format,
+    /// Columns of this rank.
+    pub dim: usize,
+}
+
+impl Mixture {
+    /// Bytes of one side's weights that a pass of `rows` reads, if its rows choose experts evenly: `n` x `k` each.
+    fn bytes(&self, rows: usize, n: usize, k: usize, shared: [usize; 2], storage: Storage) -> u64 {
+        let e = self.n_experts as f64;
+        let distinct = e * (1.0 - (1.0 - self.top_k as f64 / e).powi(rows as i32));
+        let experts = distinct * self.format.bytes(n, k, storage.weight) as f64;
+        experts.round() as u64 + self.shared.as_ref().map_or(0, |s| s.format.bytes(shared[0], shared[1], storage.weight))
+    }
+
+    /// Columns of the shared expert, 0 without one.
+    pub fn shared_dim(&self) -> usize {
+        self.shared.as_ref().map_or(0, |shared| shared.dim)
+    }
+}
+
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
     /// out = rows of the embedding table.
@@ -177,6 +268,17 @@ pub enum Step {
     },
     Linear(Linear),
     Attention(Attention),
+    /// The new rows of the cache, normalised and rotated; absorbed = each head's query in the space of the latent, then rotated.
+    LatentQuery(LatentAttention),
+    /// attended = softmax(scale * absorbed x cache rows) x latents
+    LatentAttend(LatentAttention),
+    /// out = each head's value of what it attended to
+    LatentValue(LatentAttention),
+    Router(Router),
+    /// act = silu(gate) * up of each expert of a row
+    ExpertsUp(Mixture),
+    /// The epilogue's end of: sum of weight * down(act) over the experts of a row
+    ExpertsDown(Mixture),
     /// x += sum of `partial` over ranks in rank order (+ bias), f32, rounded once; optionally tapped. All ranks then hold the same x.
     AllReduce {
         partial: BufferId,
@@ -241,8 +343,20 @@ impl Step {
                 let rows = if let Tokens::Draft(_) = tokens { 1 } else { rows };
                 (rows * dim * storage.weight) as u64
             }
-            Step::Linear(l) => l.n as u64 * l.k() as u64 * storage.weight as u64,
+            Step::Linear(l) => l.format.bytes(l.n, l.k(), storage.weight),
             Step::Attention(a) => (position * 2 * a.n_kv_heads * a.head_dim * storage.kv) as u64,
+            Step::LatentQuery(a) => a.format.bytes(a.n_heads * a.dims.nope_dim, a.dims.kv_rank, storage.weight),
+            Step::LatentAttend(a) => (position * a.dims.row_dim() * storage.kv) as u64,
+            Step::LatentValue(a) => a.format.bytes(a.n_heads * a.dims.v_dim, a.dims.kv_rank, storage.weight),
+            Step::Router(r) => Format::Plain.bytes(r.routing.n_experts, r.input.dim, storage.weight),
+            Step::ExpertsUp(m) => {
+                let rows = if m.one_row { 1 } else { rows };
+                m.bytes(rows, 2 * m.expert_dim, m.input.dim, [2 * m.shared_dim(), m.input.dim], storage)
+            }
+            Step::ExpertsDown(m) => {
+                let rows = if m.one_row { 1 } else { rows };
+                m.bytes(rows, m.n, m.expert_dim, [m.n, m.shared_dim()], storage)
+            }
             Step::AllReduce { .. } | Step::Norm { .. } | Step::Select { .. } | Step::Accept { .. } | Step::DraftToken { .. } => 0,
         }
     }
@@ -252,6 +366,12 @@ impl Step {
         match self {
             Step::Linear(l) => l.weight.role.to_string(),
             Step::Attention(_) => "attention".into(),
+            Step::LatentQuery(_) => "latent_query".into(),
+            Step::LatentAttend(_) => "latent_attend".into(),
+            Step::LatentValue(_) => "latent_value".into(),
+            Step::Router(r) => r.weight.role.to_string(),
+            Step::ExpertsUp(_) => "experts_up".into(),
+            Step::ExpertsDown(_) => "experts_down".into(),
             other => other.name(),
         }
     }
@@ -261,6 +381,9 @@ impl Step {
             Step::Embed { .. } => "embed".into(),
             Step::Linear(l) => l.weight.to_string(),
             Step::Attention(a) => format!("layers.{}.attention", a.layer),
+            Step::LatentQuery(a) | Step::LatentAttend(a) | Step::LatentValue(a) => format!("layers.{}.{}", a.layer, self.kind()),
+            Step::Router(r) => r.weight.to_string(),
+            Step::ExpertsUp(m) | Step::ExpertsDown(m) => format!("layers.{}.{}", m.gate_up.layer.unwrap_or(0), self.kind()),
             Step::AllReduce { .. } => "all_reduce".into(),
             Step::Norm { weight, .. } => weight.to_string(),
             Step::Select { .. } => "select".into(),
@@ -287,6 +410,14 @@ impl Plan {
     pub fn buffer(&self, id: BufferId) -> &Buffer {
         &self.buffers[id.0]
     }
+
+    /// What is added to the mean square before the root.
+    pub fn eps(&self, norm: WeightId) -> f32 {
+        match norm.role {
+            Role::QANorm | Role::KvANorm | Role::DraftQANorm | Role::DraftKvANorm => LATENT_NORM_EPS,
+            _ => self.norm_eps,
+        }
+    }
 }
 
 /// Heads, feed-forward columns and vocabulary of one rank.
@@ -294,7 +425,11 @@ impl Plan {
 pub struct Shard {
     pub n_heads: usize,
     pub n_kv_heads: usize,
+    /// 0 in a model whose layers all have experts.
     pub ffn_dim: usize,
+    /// Of each expert, and of the shared one; 0 without.
+    pub expert_dim: usize,
+    pub shared_dim: usize,
     /// Tokens `first_id .. first_id + vocab`: whole tiles of 16, so that the last rank may have fewer.
     pub vocab: usize,
     pub first_id: usize,
@@ -317,10 +452,14 @@ impl Shard {
         let Some(tokens) = vocab_rows(config.vocab, ranks.rank, n) else {
             bail!("vocab_size of {} cannot be split over {n} ranks: each takes a multiple of 16 tokens", config.vocab);
         };
+        let dense = (0..config.n_layers).any(|layer| !config.has_experts(layer));
+        let (expert_dim, shared_dim) = config.experts.as_ref().map_or((0, 0), |e| (e.expert_dim, e.shared_dim));
         Ok(Shard {
             n_heads: even("num_attention_heads", config.n_heads)?,
             n_kv_heads: if n > config.n_kv_heads { 1 } else { even("num_key_value_heads", config.n_kv_heads)? },
-            ffn_dim: even("intermediate_size", config.ffn_dim)?,
+            ffn_dim: if dense { even("intermediate_size", config.ffn_dim)? } else { 0 },
+            expert_dim: even("moe_intermediate_size", expert_dim)?,
+            shared_dim: even("moe_intermediate_size of shared experts", shared_dim)?,
             vocab: tokens.len(),
             first_id: tokens.start,
         })
@@ -343,9 +482,7 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
     let shard = Shard::of(config, ranks)?;
     let mut p = Builder::new(rows);
     let x = p.buffer("x", config.hidden, BufferKind::Stream);
-    let qkv = p.buffer("qkv", (shard.n_heads + 2 * shard.n_kv_heads) * config.head_dim, BufferKind::Activation);
-    let attended = p.buffer("attended", shard.n_heads * config.head_dim, BufferKind::Activation);
-    let act = p.buffer("act", shard.ffn_dim, BufferKind::Activation);
+    let buffers = p.layer_buffers(config, shard, TARGET_BUFFERS);
     let partial = (ranks.count > 1).then(|| p.buffer("partial", config.hidden, BufferKind::Activation));
     let features = (!taps.is_empty()).then(|| p.buffer("features", taps.len() * config.hidden, BufferKind::Feature));
     let tap_at = |entry: usize| {
@@ -355,58 +492,14 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
 
     p.steps.push(Step::Embed { table: WeightId::new(Role::Embed, None), tokens: Tokens::Pass, out: x, dim: config.hidden });
     for layer in 0..config.n_layers {
-        let id = |role| WeightId::new(role, Some(layer));
-        p.steps.push(Step::Linear(Linear {
-            weight: id(Role::Qkv),
-            bias: config.qkv_bias.then(|| id(Role::QkvBias)),
-            inputs: vec![Input { x, dim: config.hidden, norm: Some(id(Role::AttnNorm)) }],
-            n: (shard.n_heads + 2 * shard.n_kv_heads) * config.head_dim,
-            epilogue: Epilogue::Store { out: qkv },
-        }));
-        p.steps.push(Step::Attention(Attention {
-            owner: Owner::Target,
-            layer,
-            tokens: Tokens::Pass,
-            qkv,
-            out: attended,
-            q_norm: config.qk_norm.then(|| id(Role::QNorm)),
-            k_norm: config.qk_norm.then(|| id(Role::KNorm)),
-            n_heads: shard.n_heads,
-            n_kv_heads: shard.n_kv_heads,
-            head_dim: config.head_dim,
-        }));
-        p.residual(
-            Linear {
-                weight: id(Role::O),
-                bias: config.o_bias.then(|| id(Role::OBias)),
-                inputs: vec![Input { x: attended, dim: shard.n_heads * config.head_dim, norm: None }],
-                n: config.hidden,
-                epilogue: Epilogue::Residual { x, tap: None },
-            },
-            partial,
-        );
-        p.steps.push(Step::Linear(Linear {
-            weight: id(Role::GateUp),
-            bias: config.mlp_bias.then(|| id(Role::GateUpBias)),
-            inputs: vec![Input { x, dim: config.hidden, norm: Some(id(Role::FfnNorm)) }],
-            n: 2 * shard.ffn_dim,
-            epilogue: Epilogue::SiluMul { out: act },
-        }));
-        p.residual(
-            Linear {
-                weight: id(Role::Down),
-                bias: config.mlp_bias.then(|| id(Role::DownBias)),
-                inputs: vec![Input { x: act, dim: shard.ffn_dim, norm: None }],
-                n: config.hidden,
-                epilogue: Epilogue::Residual { x, tap: tap_at(layer + 1) },
-            },
-            partial,
-        );
+        let place = Place { owner: Owner::Target, cache_layer: layer, tokens: Tokens::Pass, x, tap: tap_at(layer + 1), partial };
+        p.decoder_layer(config, shard, layer, &buffers, place);
     }
     if let Pass::Verify { .. } = pass {
         let logits = p.buffer("logits", shard.vocab, BufferKind::Logits);
         p.steps.push(Step::Linear(Linear {
             weight: WeightId::new(Role::Head, None),
+            format: config.format(Role::Head),
             bias: None,
             inputs: vec![Input { x, dim: config.hidden, norm: Some(WeightId::new(Role::FinalNorm, None)) }],
             n: shard.vocab,
@@ -414,8 +507,53 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
         }));
         p.steps.push(Step::Accept { logits, vocab: config.vocab, first_id: shard.first_id });
     }
-    let kv = KvLayout { n_layers: config.n_layers, n_kv_heads: shard.n_kv_heads, head_dim: config.head_dim };
+    let kv = kv_layout(config, shard, config.n_layers);
     Ok(Plan { pass, ranks, buffers: p.buffers, kv, steps: p.steps, norm_eps: config.norm_eps })
+}
+
+fn kv_layout(config: &Config, shard: Shard, n_layers: usize) -> KvLayout {
+    match config.latent {
+        None => KvLayout { n_layers, n_kv_heads: shard.n_kv_heads, head_dim: config.head_dim, value_dim: config.head_dim },
+        Some(latent) => KvLayout { n_layers, n_kv_heads: 1, head_dim: latent.row_dim(), value_dim: 0 },
+    }
+}
+
+/// Names of a decoder layer's buffers, in the order of `LayerBuffers`.
+type BufferNames = [&'static str; 9];
+const TARGET_BUFFERS: BufferNames = ["qkv", "latents", "q", "absorbed", "latent_attended", "attended", "act", "routes", "expert_act"];
+
+#[rustfmt::skip]
+const DRAFT_BUFFERS: BufferNames = [
+    "draft_qkv", "draft_latents", "draft_q", "draft_absorbed", "draft_latent_attended", "draft_attended", "draft_act", "draft_routes",
+    "draft_expert_act",
+];
+#[rustfmt::skip]
+const STEP_BUFFERS: BufferNames = [
+    "step_qkv", "step_latents", "step_q", "step_absorbed", "step_latent_attended", "step_attended", "step_act", "step_routes",
+    "step_expert_act",
+];
+
+/// What a decoder layer works in; those of the other kinds of layers are absent.
+struct LayerBuffers {
+    qkv: Option<BufferId>,
+    latents: Option<BufferId>,
+    q: Option<BufferId>,
+    absorbed: Option<BufferId>,
+    latent_attended: Option<BufferId>,
+    attended: BufferId,
+    act: Option<BufferId>,
+    routes: Option<BufferId>,
+    expert_act: Option<BufferId>,
+}
+
+/// Where a decoder layer stands.
+struct Place {
+    owner: Owner,
+    cache_layer: usize,
+    tokens: Tokens,
+    x: BufferId,
+    tap: Option<Tap>,
+    partial: Option<BufferId>,
 }
 
 /// The shape of an EAGLE-3 drafter and the flags that change its arithmetic (eagle3 checkpoint formats; all numbers of its own config).
@@ -441,6 +579,21 @@ pub struct Drafter {
     pub fc_norm: bool,
     /// The feature handed to the next draft step is the normalised one.
     pub norm_output: bool,
+    /// Latent attention and the scale of its scores; None is grouped-query attention.
+    pub latent: Option<(Latent, f32)>,
+    /// No EAGLE-3 drafter but the layer for multi-token prediction of this model, the target: what is about EAGLE-3 above does not count.
+    pub mtp: Option<Box<Config>>,
+}
+
+impl Drafter {
+    /// Numbers of a query and key that are rotated.
+    pub fn rope_dim(&self) -> usize {
+        match (&self.mtp, self.latent) {
+            (Some(config), _) => config.rope_dim(),
+            (None, Some((latent, _))) => latent.rope_dim,
+            (None, None) => self.head_dim,
+        }
+    }
 }
 
 /// The drafter's plan for `DraftPrefill` and `Draft`.
@@ -456,6 +609,9 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
     if ranks.count > 1 {
         bail!("a drafter is replicated: its plan has one rank, not {}", ranks.count);
     }
+    if let Some(config) = &d.mtp {
+        return mtp(config, pass, rows, drafts);
+    }
     let id = |role| WeightId::new(role, None);
     let mut p = Builder::new(rows);
     let features = p.buffer("features", d.taps.len() * d.target_hidden, BufferKind::Feature);
@@ -470,7 +626,14 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
         }));
     }
     let epilogue = Epilogue::Store { out: f };
-    p.steps.push(Step::Linear(Linear { weight: id(Role::Fc), bias: None, inputs: vec![input], n: d.hidden, epilogue }));
+    p.steps.push(Step::Linear(Linear {
+        weight: id(Role::Fc),
+        format: Format::Plain,
+        bias: None,
+        inputs: vec![input],
+        n: d.hidden,
+        epilogue,
+    }));
     let x = p.drafter_layer(d, Tokens::Next, f);
     if drafts > 0 {
         p.rows = 1;
@@ -484,7 +647,14 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
             let norm = id(Role::DraftNorm);
             let inputs = vec![Input { x: feedback, dim: d.hidden, norm: Some(norm) }];
             let epilogue = Epilogue::Logits { out: logits };
-            p.steps.push(Step::Linear(Linear { weight: id(Role::DraftHead), bias: None, inputs, n: d.vocab, epilogue }));
+            p.steps.push(Step::Linear(Linear {
+                weight: id(Role::DraftHead),
+                format: Format::Plain,
+                bias: None,
+                inputs,
+                n: d.vocab,
+                epilogue,
+            }));
             if d.norm_output && draft < drafts {
                 let normed = p.buffer("draft_normed", d.hidden, BufferKind::Stream);
                 p.steps.push(Step::Norm { x: feedback, column: 0, weight: norm, out: normed, dim: d.hidden });
@@ -493,8 +663,79 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
             p.steps.push(Step::DraftToken { logits, vocab: d.vocab, draft });
         }
     }
-    let kv = KvLayout { n_layers: 1, n_kv_heads: d.n_kv_heads, head_dim: d.head_dim };
+    let kv = match d.latent {
+        None => KvLayout { n_layers: 1, n_kv_heads: d.n_kv_heads, head_dim: d.head_dim, value_dim: d.head_dim },
+        Some((latent, _)) => KvLayout { n_layers: 1, n_kv_heads: 1, head_dim: latent.row_dim(), value_dim: 0 },
+    };
     Ok(Plan { pass, ranks, buffers: p.buffers, kv, steps: p.steps, norm_eps: d.norm_eps })
+}
+
+/// A model's own layer for multi-token prediction (DeepSeek-V3, arXiv 2412.19437), as a drafter. Row i joins the token after target row i
+/// with the target's last hidden state there, normalised as for its head. The layer's output, normalised, is what the next draft starts from.
+fn mtp(config: &Config, pass: Pass, rows: usize, drafts: usize) -> Result<Plan> {
+    let layer = config.n_layers;
+    let id = |role| WeightId::new(role, Some(layer));
+    let of_target = |role| WeightId::new(role, None);
+    let (shard, dim) = (Shard::of(config, Ranks::ONE)?, config.hidden);
+    let mut p = Builder::new(rows);
+    let features = p.buffer("features", dim, BufferKind::Feature);
+    // One pair of (embedding of `tokens`, hidden state) a row through the layer; the one-row steps have buffers of their own.
+    let through_layer = |p: &mut Builder, tokens: Tokens, hidden: BufferId| {
+        let one = matches!(tokens, Tokens::Draft(_));
+        let name = |many, single| if one { single } else { many };
+        let e = p.buffer(name("draft_embedding", "step_embedding"), dim, BufferKind::Stream);
+        let x = p.buffer(name("draft_x", "step_x"), dim, BufferKind::Stream);
+        let buffers = p.layer_buffers(config, shard, if one { STEP_BUFFERS } else { DRAFT_BUFFERS });
+        p.steps.push(Step::Embed { table: of_target(Role::DraftEmbed), tokens, out: e, dim });
+        p.steps.push(Step::Linear(Linear {
+            weight: id(Role::MtpProj),
+            format: config.format(Role::MtpProj),
+            bias: None,
+            inputs: vec![
+                Input { x: e, dim, norm: Some(id(Role::MtpEmbedNorm)) },
+                Input { x: hidden, dim, norm: Some(id(Role::MtpHiddenNorm)) },
+            ],
+            n: dim,
+            epilogue: Epilogue::Store { out: x },
+        }));
+        p.decoder_layer(
+            config,
+            shard,
+            layer,
+            &buffers,
+            Place { owner: Owner::Drafter, cache_layer: 0, tokens, x, tap: None, partial: None },
+        );
+        x
+    };
+    let hidden = p.buffer("draft_feature", dim, BufferKind::Stream);
+    p.steps.push(Step::Norm { x: features, column: 0, weight: of_target(Role::FinalNorm), out: hidden, dim });
+    let mut x = through_layer(&mut p, Tokens::Next, hidden);
+    if drafts > 0 {
+        p.rows = 1;
+        let logits = p.buffer("draft_logits", config.vocab, BufferKind::Logits);
+        let selected = p.buffer("draft_selected", dim, BufferKind::Stream);
+        p.steps.push(Step::Select { x, out: selected, dim });
+        x = selected;
+        for draft in 1..=drafts {
+            let norm = id(Role::MtpNorm);
+            p.steps.push(Step::Linear(Linear {
+                weight: of_target(Role::DraftHead),
+                format: config.format(Role::Head),
+                bias: None,
+                inputs: vec![Input { x, dim, norm: Some(norm) }],
+                n: config.vocab,
+                epilogue: Epilogue::Logits { out: logits },
+            }));
+            p.steps.push(Step::DraftToken { logits, vocab: config.vocab, draft });
+            if draft < drafts {
+                let normed = p.buffer("draft_normed", dim, BufferKind::Stream);
+                p.steps.push(Step::Norm { x, column: 0, weight: norm, out: normed, dim });
+                x = through_layer(&mut p, Tokens::Draft(draft), normed);
+            }
+        }
+    }
+    let kv = kv_layout(config, shard, 1);
+    Ok(Plan { pass, ranks: Ranks::ONE, buffers: p.buffers, kv, steps: p.steps, norm_eps: config.norm_eps })
 }
 
 struct Builder {
@@ -517,20 +758,152 @@ impl Builder {
         BufferId(self.buffers.len() - 1)
     }
 
+    fn layer_buffers(&mut self, config: &Config, shard: Shard, names: BufferNames) -> LayerBuffers {
+        let mut activation = |name, dim| self.buffer(name, dim, BufferKind::Activation);
+        let [qkv, latents, q, absorbed, latent_attended, attended, act, routes, expert_act] = names;
+        let n_heads = shard.n_heads;
+        let grouped = config.latent.is_none();
+        let mut buffers = LayerBuffers {
+            qkv: grouped.then(|| activation(qkv, (n_heads + 2 * shard.n_kv_heads) * config.head_dim)),
+            latents: config.latent.map(|l| activation(latents, l.q_rank + l.row_dim())),
+            q: config.latent.map(|_| activation(q, n_heads * config.head_dim)),
+            absorbed: config.latent.map(|l| activation(absorbed, n_heads * l.row_dim())),
+            latent_attended: config.latent.map(|l| activation(latent_attended, n_heads * l.kv_rank)),
+            attended: activation(attended, n_heads * config.latent.map_or(config.head_dim, |l| l.v_dim)),
+            act: (shard.ffn_dim > 0).then(|| activation(act, shard.ffn_dim)),
+            routes: None,
+            expert_act: config.experts.as_ref().map(|e| activation(expert_act, e.routing.top_k * shard.expert_dim + shard.shared_dim)),
+        };
+        buffers.routes = config.experts.as_ref().map(|e| self.buffer(routes, 2 * e.routing.top_k, BufferKind::Routes));
+        buffers
+    }
+
+    /// One decoder layer of a model: attention and a feed-forward layer, each added to `place.x`.
+    fn decoder_layer(&mut self, config: &Config, shard: Shard, layer: usize, buffers: &LayerBuffers, place: Place) {
+        let id = |role| WeightId::new(role, Some(layer));
+        let Place { owner, cache_layer, tokens, x, tap, partial } = place;
+        let normed = |x, norm, dim| vec![Input { x, dim, norm: Some(id(norm)) }];
+        let linear = |role, bias: Option<Role>, inputs, n, epilogue| {
+            let format = config.format(role);
+            Linear { weight: id(role), format, bias: bias.map(id), inputs, n, epilogue }
+        };
+        let attended_dim = self.buffers[buffers.attended.0].dim;
+        if let Some(latent) = config.latent {
+            let [latents, q, absorbed, attended] =
+                [buffers.latents, buffers.q, buffers.absorbed, buffers.latent_attended].map(|b| b.expect("a latent has these"));
+            let n = latent.q_rank + latent.row_dim();
+            let epilogue = Epilogue::Store { out: latents };
+            self.steps.push(Step::Linear(linear(Role::QkvA, None, normed(x, Role::AttnNorm, config.hidden), n, epilogue)));
+            let inputs = normed(latents, Role::QANorm, latent.q_rank);
+            self.steps.push(Step::Linear(linear(Role::QB, None, inputs, shard.n_heads * config.head_dim, Epilogue::Store { out: q })));
+            let attention = LatentAttention {
+                owner,
+                layer: cache_layer,
+                tokens,
+                latents,
+                q,
+                absorbed,
+                attended,
+                out: buffers.attended,
+                kv_norm: id(Role::KvANorm),
+                kv_b: id(Role::KvB),
+                format: config.format(Role::KvB),
+                n_heads: shard.n_heads,
+                dims: latent,
+                scale: config.latent_scale(),
+            };
+            self.steps.push(Step::LatentQuery(attention.clone()));
+            self.steps.push(Step::LatentAttend(attention.clone()));
+            self.steps.push(Step::LatentValue(attention));
+        } else {
+            let qkv = buffers.qkv.expect("grouped attention has it");
+            let n = (shard.n_heads + 2 * shard.n_kv_heads) * config.head_dim;
+            let bias = config.qkv_bias.then_some(Role::QkvBias);
+            let epilogue = Epilogue::Store { out: qkv };
+            self.steps.push(Step::Linear(linear(Role::Qkv, bias, normed(x, Role::AttnNorm, config.hidden), n, epilogue)));
+            self.steps.push(Step::Attention(Attention {
+                owner,
+                layer: cache_layer,
+                tokens,
+                qkv,
+                out: buffers.attended,
+                q_norm: config.qk_norm.then(|| id(Role::QNorm)),
+                k_norm: config.qk_norm.then(|| id(Role::KNorm)),
+                n_heads: shard.n_heads,
+                n_kv_heads: shard.n_kv_heads,
+                head_dim: config.head_dim,
+            }));
+        }
+        let bias = config.o_bias.then_some(Role::OBias);
+        let inputs = vec![Input { x: buffers.attended, dim: attended_dim, norm: None }];
+        self.residual(linear(Role::O, bias, inputs, config.hidden, Epilogue::Residual { x, tap: None }), partial);
+
+        let experts = config.experts.as_ref().filter(|_| config.has_experts(layer));
+        let Some(experts) = experts else {
+            let act = buffers.act.expect("a dense layer has it");
+            let bias = |role| config.mlp_bias.then_some(role);
+            let inputs = normed(x, Role::FfnNorm, config.hidden);
+            let epilogue = Epilogue::SiluMul { out: act };
+            self.steps.push(Step::Linear(linear(Role::GateUp, bias(Role::GateUpBias), inputs, 2 * shard.ffn_dim, epilogue)));
+            let inputs = vec![Input { x: act, dim: shard.ffn_dim, norm: None }];
+            let down = linear(Role::Down, bias(Role::DownBias), inputs, config.hidden, Epilogue::Residual { x, tap });
+            return self.residual(down, partial);
+        };
+        let [routes, act] = [buffers.routes, buffers.expert_act].map(|b| b.expect("experts have these"));
+        let input = Input { x, dim: config.hidden, norm: Some(id(Role::FfnNorm)) };
+        let routing = experts.routing;
+        self.steps.push(Step::Router(Router {
+            input: input.clone(),
+            weight: id(Role::Router),
+            bias: (routing.scoring == Scoring::Sigmoid).then(|| id(Role::RouterBias)),
+            routes,
+            routing,
+        }));
+        let mixture = Mixture {
+            input,
+            routes,
+            act,
+            n_experts: routing.n_experts,
+            top_k: routing.top_k,
+            gate_up: id(Role::ExpertGateUp),
+            down: id(Role::ExpertDown),
+            format: config.format(Role::ExpertGateUp),
+            expert_dim: shard.expert_dim,
+            shared: (shard.shared_dim > 0).then(|| SharedExpert {
+                gate_up: id(Role::SharedGateUp),
+                down: id(Role::SharedDown),
+                format: config.format(Role::SharedGateUp),
+                dim: shard.shared_dim,
+            }),
+            n: config.hidden,
+            epilogue: partial.map_or(Epilogue::Residual { x, tap }, |out| Epilogue::Partial { out }),
+            one_row: matches!(tokens, Tokens::Draft(_)),
+        };
+        self.steps.push(Step::ExpertsUp(mixture.clone()));
+        self.steps.push(Step::ExpertsDown(mixture));
+        if let Some(partial) = partial {
+            self.steps.push(Step::AllReduce { partial, x, dim: config.hidden, bias: None, tap });
+        }
+    }
+
     /// The drafter's one layer over the pairs (embedding of `tokens`, `feature`); the buffer that holds its output, before any norm.
     fn drafter_layer(&mut self, d: &Drafter, tokens: Tokens, feature: BufferId) -> BufferId {
         // The one-row steps have buffers of their own: rows of a buffer are fixed in a plan.
         let one = matches!(tokens, Tokens::Draft(_));
         let name = |many: &'static str, single: &'static str| if one { single } else { many };
         let id = |role| WeightId::new(role, None);
-        let qkv_dim = (d.n_heads + 2 * d.n_kv_heads) * d.head_dim;
+        let (qkv_name, qkv_dim, attended_dim) = match d.latent {
+            None => (name("draft_qkv", "step_qkv"), (d.n_heads + 2 * d.n_kv_heads) * d.head_dim, d.n_heads * d.head_dim),
+            Some((latent, _)) => (name("draft_latents", "step_latents"), latent.q_rank + latent.row_dim(), d.n_heads * latent.v_dim),
+        };
         let e = self.buffer(name("draft_embedding", "step_embedding"), d.hidden, BufferKind::Stream);
-        let qkv = self.buffer(name("draft_qkv", "step_qkv"), qkv_dim, BufferKind::Activation);
-        let attended = self.buffer(name("draft_attended", "step_attended"), d.n_heads * d.head_dim, BufferKind::Activation);
+        let qkv = self.buffer(qkv_name, qkv_dim, BufferKind::Activation);
+        let attended = self.buffer(name("draft_attended", "step_attended"), attended_dim, BufferKind::Activation);
         let act = self.buffer(name("draft_act", "step_act"), d.ffn_dim, BufferKind::Activation);
         self.steps.push(Step::Embed { table: id(Role::DraftEmbed), tokens, out: e, dim: d.hidden });
         self.steps.push(Step::Linear(Linear {
-            weight: id(Role::DraftQkv),
+            weight: id(if d.latent.is_some() { Role::DraftQkvA } else { Role::DraftQkv }),
+            format: Format::Plain,
             bias: d.qkv_bias.then(|| id(Role::DraftQkvBias)),
             inputs: vec![
                 Input { x: e, dim: d.hidden, norm: Some(id(Role::EmbedNorm)) },
@@ -546,28 +919,69 @@ impl Builder {
         } else {
             feature
         };
-        self.steps.push(Step::Attention(Attention {
-            owner: Owner::Drafter,
-            layer: 0,
-            tokens,
-            qkv,
-            out: attended,
-            q_norm: d.qk_norm.then(|| id(Role::DraftQNorm)),
-            k_norm: d.qk_norm.then(|| id(Role::DraftKNorm)),
-            n_heads: d.n_heads,
-            n_kv_heads: d.n_kv_heads,
-            head_dim: d.head_dim,
-        }));
+        if let Some((latent, scale)) = d.latent {
+            self.drafter_latent(d, tokens, [qkv, attended], latent, scale);
+        } else {
+            self.steps.push(Step::Attention(Attention {
+                owner: Owner::Drafter,
+                layer: 0,
+                tokens,
+                qkv,
+                out: attended,
+                q_norm: d.qk_norm.then(|| id(Role::DraftQNorm)),
+                k_norm: d.qk_norm.then(|| id(Role::DraftKNorm)),
+                n_heads: d.n_heads,
+                n_kv_heads: d.n_kv_heads,
+                head_dim: d.head_dim,
+            }));
+        }
         let linear = |weight, x: BufferId, dim, norm, n, epilogue| {
             let inputs = vec![Input { x, dim, norm }];
-            Step::Linear(Linear { weight: id(weight), bias: None, inputs, n, epilogue })
+            Step::Linear(Linear { weight: id(weight), format: Format::Plain, bias: None, inputs, n, epilogue })
         };
         let residual = || Epilogue::Residual { x, tap: None };
-        self.steps.push(linear(Role::DraftO, attended, d.n_heads * d.head_dim, None, d.hidden, residual()));
+        self.steps.push(linear(Role::DraftO, attended, attended_dim, None, d.hidden, residual()));
         let ffn_norm = Some(id(Role::DraftFfnNorm));
         self.steps.push(linear(Role::DraftGateUp, x, d.hidden, ffn_norm, 2 * d.ffn_dim, Epilogue::SiluMul { out: act }));
         self.steps.push(linear(Role::DraftDown, act, d.ffn_dim, None, d.hidden, residual()));
         x
+    }
+
+    /// From the latents of an EAGLE-3 drafter to what its heads attended to.
+    fn drafter_latent(&mut self, d: &Drafter, tokens: Tokens, [latents, out]: [BufferId; 2], dims: Latent, scale: f32) {
+        let id = |role| WeightId::new(role, None);
+        let one = matches!(tokens, Tokens::Draft(_));
+        let mut buffer = |many, single, dim| self.buffer(if one { single } else { many }, dim, BufferKind::Activation);
+        let q = buffer("draft_q", "step_q", d.n_heads * d.head_dim);
+        let absorbed = buffer("draft_absorbed", "step_absorbed", d.n_heads * dims.row_dim());
+        let attended = buffer("draft_latent_attended", "step_latent_attended", d.n_heads * dims.kv_rank);
+        self.steps.push(Step::Linear(Linear {
+            weight: id(Role::DraftQB),
+            format: Format::Plain,
+            bias: None,
+            inputs: vec![Input { x: latents, dim: dims.q_rank, norm: Some(id(Role::DraftQANorm)) }],
+            n: d.n_heads * d.head_dim,
+            epilogue: Epilogue::Store { out: q },
+        }));
+        let attention = LatentAttention {
+            owner: Owner::Drafter,
+            layer: 0,
+            tokens,
+            latents,
+            q,
+            absorbed,
+            attended,
+            out,
+            kv_norm: id(Role::DraftKvANorm),
+            kv_b: id(Role::DraftKvB),
+            format: Format::Plain,
+            n_heads: d.n_heads,
+            dims,
+            scale,
+        };
+        self.steps.push(Step::LatentQuery(attention.clone()));
+        self.steps.push(Step::LatentAttend(attention.clone()));
+        self.steps.push(Step::LatentValue(attention));
     }
 
     /// A linear layer that ends in the residual stream: directly on one rank, through a sum over ranks on several.
@@ -615,7 +1029,8 @@ impl fmt::Display for Plan {
                         Epilogue::Partial { out } => format!("-> {}", name(*out)),
                         Epilogue::Logits { out } => format!("-> {} f32", name(*out)),
                     };
-                    format!("[{}, {}] x {}{bias} {end}", l.n, l.k(), inputs.join(" | "))
+                    let format = if l.format == Format::Plain { String::new() } else { format!(" {}", l.format) };
+                    format!("[{}, {}]{format} x {}{bias} {end}", l.n, l.k(), inputs.join(" | "))
                 }
                 Step::Attention(a) => format!(
                     "{} heads, {} kv heads of {}{}: {} -> {}",
@@ -626,6 +1041,47 @@ impl fmt::Display for Plan {
                     name(a.qkv),
                     name(a.out)
                 ),
+                Step::LatentQuery(a) => {
+                    let k = a.dims.nope_dim;
+                    format!("{} heads [{k}, {}] x {}: {} -> {}", a.n_heads, a.dims.kv_rank, name(a.latents), name(a.q), name(a.absorbed))
+                }
+                Step::LatentAttend(a) => format!(
+                    "{} heads, one latent of {} + {}: {} -> {}",
+                    a.n_heads,
+                    a.dims.kv_rank,
+                    a.dims.rope_dim,
+                    name(a.absorbed),
+                    name(a.attended)
+                ),
+                Step::LatentValue(a) => {
+                    format!("{} heads [{}, {}] x {} -> {}", a.n_heads, a.dims.v_dim, a.dims.kv_rank, name(a.attended), name(a.out))
+                }
+                Step::Router(r) => {
+                    let norm = r.input.norm.map_or(String::new(), |norm| format!(", {norm}"));
+                    format!(
+                        "{} of {} experts x norm({}{norm}) -> {}",
+                        r.routing.top_k,
+                        r.routing.n_experts,
+                        name(r.input.x),
+                        name(r.routes)
+                    )
+                }
+                Step::ExpertsUp(m) => {
+                    let shared =
+                        if m.shared.is_some() { format!(" and a shared [{}, {}]", 2 * m.shared_dim(), m.input.dim) } else { String::new() };
+                    let sizes = format!("{} of {} x [{}, {}] {}", m.top_k, m.n_experts, 2 * m.expert_dim, m.input.dim, m.format);
+                    format!("{sizes}{shared} x norm({}): silu*up -> {}", name(m.input.x), name(m.act))
+                }
+                Step::ExpertsDown(m) => {
+                    let shared = if m.shared.is_some() { format!(" and a shared [{}, {}]", m.n, m.shared_dim()) } else { String::new() };
+                    let end = match &m.epilogue {
+                        Epilogue::Residual { x, tap } => format!("+-> {}{}", name(*x), shown_tap(tap)),
+                        Epilogue::Partial { out } | Epilogue::Store { out } | Epilogue::SiluMul { out } | Epilogue::Logits { out } => {
+                            format!("-> {}", name(*out))
+                        }
+                    };
+                    format!("{} of {} x [{}, {}] {}{shared} x {} {end}", m.top_k, m.n_experts, m.n, m.expert_dim, m.format, name(m.act))
+                }
                 Step::AllReduce { partial, x, bias, tap, .. } => {
                     let bias = if bias.is_some() { " + bias" } else { "" };
                     format!("{}{bias} +-> {}{}", name(*partial), name(*x), shown_tap(tap))

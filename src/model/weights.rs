@@ -2,6 +2,7 @@
 //! Everything is checked against the config before a byte is read. The format of the table is described at the top of weights.toml.
 use super::checkpoint::{self, Checkpoint, Dtype, Tensor};
 use super::config::Config;
+use super::quant::{Block, Format};
 use anyhow::{bail, ensure, Context, Result};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -27,6 +28,24 @@ pub enum Role {
     GateUpBias,
     Down,
     DownBias,
+    // Latent attention's: down to the latents of queries and keys, their norms, up to queries, and up to keys and values.
+    QkvA,
+    QANorm,
+    KvANorm,
+    QB,
+    KvB,
+    // A feed-forward layer of experts.
+    Router,
+    RouterBias,
+    ExpertGateUp,
+    ExpertDown,
+    SharedGateUp,
+    SharedDown,
+    // What a layer for multi-token prediction has beside a decoder layer.
+    MtpEmbedNorm,
+    MtpHiddenNorm,
+    MtpProj,
+    MtpNorm,
     // An EAGLE-3 drafter's.
     DraftEmbed,
     FcInputNorm,
@@ -37,6 +56,11 @@ pub enum Role {
     FeatureNorm,
     DraftQkv,
     DraftQkvBias,
+    DraftQkvA,
+    DraftQANorm,
+    DraftKvANorm,
+    DraftQB,
+    DraftKvB,
     DraftQNorm,
     DraftKNorm,
     DraftO,
@@ -60,13 +84,22 @@ impl WeightId {
     }
 }
 
-/// The tensors of one weight, checked: parts[i] is [rows[i], cols], or [rows[i]] for vectors, bf16, f16 or f32, all of one dtype.
+/// The tensors of one weight, checked: parts[i] is [rows[i], cols], or [rows[i]] for vectors, stored as `format` says, all of one dtype.
 #[derive(Clone)]
 pub struct Weight {
+    /// With experts, the parts of expert 0, then those of expert 1, ...
     pub parts: Vec<Tensor>,
+    /// The scales of each part; none where the format is plain.
+    pub scales: Vec<Tensor>,
+    pub format: Format,
     pub rows: Vec<usize>,
     /// 1 for vectors.
     pub cols: usize,
+    /// 1 for weights that are no experts'.
+    pub n_experts: usize,
+    /// Of each part, rows at the end of each unit that the checkpoint has in rotated pairs (2i, 2i + 1). Here they come evens first, so that
+    /// i is rotated with i + half: see `rope_order`.
+    pub rope: Vec<usize>,
     pub fuse: Fuse,
     pub split: Split,
     /// Rows or columns that stay together when ranks divide the weight: head_dim for heads, else 1.
@@ -130,27 +163,68 @@ pub struct Facts {
     pub arch: String,
     /// For errors: `llama model of 30 layers`.
     pub kind: String,
-    /// How often the rules of `layer` apply.
-    pub n_layers: usize,
+    /// Layers to which the rules of `layer` apply.
+    pub layers: Range<usize>,
+    /// Those of them that have experts.
+    pub expert_layers: Vec<usize>,
+    pub n_experts: usize,
+    /// How matrices of a role are stored.
+    pub format: Box<dyn Fn(Role) -> Format>,
+    /// What a quantised matrix's scales are called in place of `weight`.
+    pub scale_name: &'static str,
     pub sizes: Vec<(&'static str, usize)>,
     pub flags: Vec<(&'static str, bool)>,
 }
 
 impl Facts {
     pub fn of(config: &Config) -> Facts {
+        let kind = format!("{} model of {} layers", config.arch, config.n_layers);
+        Facts::of_layers(config, kind, 0..config.n_layers)
+    }
+
+    fn of_layers(config: &Config, kind: String, layers: Range<usize>) -> Facts {
+        let mut sizes = vec![
+            ("hidden", config.hidden),
+            ("n_heads", config.n_heads),
+            ("n_kv_heads", config.n_kv_heads),
+            ("head_dim", config.head_dim),
+            ("ffn_dim", config.ffn_dim),
+            ("vocab", config.vocab),
+        ];
+        if let Some(latent) = &config.latent {
+            sizes.extend([
+                ("q_lora_rank", latent.q_rank),
+                ("kv_lora_rank", latent.kv_rank),
+                ("qk_nope_head_dim", latent.nope_dim),
+                ("qk_rope_head_dim", latent.rope_dim),
+                ("interleaved_dim", if latent.interleaved { latent.rope_dim } else { 0 }),
+                ("v_head_dim", latent.v_dim),
+            ]);
+        }
+        if let Some(experts) = &config.experts {
+            sizes.extend([
+                ("n_experts", experts.routing.n_experts),
+                ("expert_dim", experts.expert_dim),
+                ("shared_dim", experts.shared_dim),
+            ]);
+        }
+        let quant = config.quant.clone();
         Facts {
             arch: config.arch.clone(),
-            kind: format!("{} model of {} layers", config.arch, config.n_layers),
-            n_layers: config.n_layers,
-            sizes: vec![
-                ("hidden", config.hidden),
-                ("n_heads", config.n_heads),
-                ("n_kv_heads", config.n_kv_heads),
-                ("head_dim", config.head_dim),
-                ("ffn_dim", config.ffn_dim),
-                ("vocab", config.vocab),
+            kind,
+            expert_layers: layers.clone().filter(|layer| config.has_experts(*layer)).collect(),
+            layers,
+            n_experts: config.experts.as_ref().map_or(0, |experts| experts.routing.n_experts),
+            format: Box::new(move |role| quant.as_ref().map_or(Format::Plain, |quant| quant.format(role))),
+            scale_name: config.quant.as_ref().map_or("", |quant| quant.scale_name),
+            sizes,
+            flags: vec![
+                ("qkv_bias", config.qkv_bias),
+                ("o_bias", config.o_bias),
+                ("mlp_bias", config.mlp_bias),
+                ("untied", !config.tied),
+                ("shared_expert", config.experts.as_ref().is_some_and(|experts| experts.shared_dim > 0)),
             ],
-            flags: vec![("qkv_bias", config.qkv_bias), ("o_bias", config.o_bias), ("mlp_bias", config.mlp_bias), ("untied", !config.tied)],
         }
     }
 
@@ -159,47 +233,61 @@ impl Facts {
         size.map(|(_, size)| *size).with_context(|| format!("{term}: expected a size of a {}, found none", self.kind))
     }
 
-    /// Whether a condition holds; no condition always does.
-    fn holds(&self, when: Option<&str>) -> Result<bool> {
+    /// Whether a condition holds for a layer; no condition always does.
+    fn holds(&self, when: Option<&str>, layer: Option<usize>) -> Result<bool> {
         let Some(when) = when else { return Ok(true) };
+        let has_experts = layer.is_some_and(|layer| self.expert_layers.contains(&layer));
         let flag = self.flags.iter().find(|(name, _)| *name == when);
-        flag.map(|(_, flag)| *flag).with_context(|| format!("{when}: expected a condition of a {}, found none", self.kind))
+        match when {
+            "dense" => Ok(!has_experts),
+            "experts" => Ok(has_experts),
+            "shared_expert" => Ok(has_experts && flag.is_some_and(|(_, flag)| *flag)),
+            _ => flag.map(|(_, flag)| *flag).with_context(|| format!("{when}: expected a condition of a {}, found none", self.kind)),
+        }
     }
 }
 
 /// Matches every tensor of the checkpoint with a row of the table. A tensor that nothing claims, a claimed one that is absent, a wrong shape or
 /// dtype: an error that lists up to five of them. Reads no tensor, but for a tied model that brings a head of its own: then both are compared.
 pub fn claim(table: &Table, config: &Config, checkpoint: &Checkpoint) -> Result<Weights> {
-    claim_as(table, &Facts::of(config), config.tied, checkpoint)
+    claim_as(table, &Facts::of(config), config.tied, config.n_layers..config.n_layers + config.n_mtp_layers, checkpoint)
 }
 
 /// The same for a drafter, whose sizes and conditions are its own; nothing is tied.
 pub fn claim_drafter(table: &Table, facts: &Facts, checkpoint: &Checkpoint) -> Result<Weights> {
-    claim_as(table, facts, false, checkpoint)
+    claim_as(table, facts, false, 0..0, checkpoint)
 }
 
-fn claim_as(table: &Table, facts: &Facts, tied: bool, checkpoint: &Checkpoint) -> Result<Weights> {
-    let section = table.section(&facts.arch)?;
-    let mut claim = Claim {
-        facts,
-        dir: checkpoint.dir().display().to_string(),
-        tensors: section.named(checkpoint)?,
-        claimed: BTreeSet::new(),
-        problems: Vec::new(),
-        n_problems: 0,
-    };
+/// The layers behind the last one of `config`, which are made for drafting; the rest of the checkpoint is not looked at.
+pub fn claim_mtp(table: &Table, config: &Config, checkpoint: &Checkpoint) -> Result<Weights> {
+    let section = table.section(&config.arch)?;
+    ensure!(!section.mtp.is_empty(), "{}: expected a family with layers for multi-token prediction", config.arch);
+    let layers = config.n_layers..config.n_layers + config.n_mtp_layers;
+    let facts = Facts::of_layers(config, format!("layer {} for multi-token prediction", config.n_layers), layers.clone());
+    let mut tensors = section.named(checkpoint)?;
+    tensors.retain(|name, _| layers.clone().any(|layer| name.starts_with(&format!("model.layers.{layer}."))));
+    let mut claim = Claim::new(&facts, checkpoint, tensors);
     let mut map = BTreeMap::new();
-    let model_rules = section.model.iter().map(|rule| (None, rule));
-    let layer_rules = (0..facts.n_layers).flat_map(|layer| section.layer.iter().map(move |rule| (Some(layer), rule)));
-    for (layer, (role, rule)) in model_rules.chain(layer_rules) {
-        if facts.holds(rule.when.as_deref())? {
-            if let Some(weight) = claim.weight(rule, layer)? {
-                map.insert(WeightId { role: *role, layer }, weight);
-            }
-        }
+    for layer in layers {
+        claim.rules(section.layer.iter().chain(&section.mtp), Some(layer), &mut map)?;
+    }
+    // Drafters are on every rank.
+    map.values_mut().for_each(|weight| weight.split = Split::Replicated);
+    claim.leftovers(&section.ignored(config.n_layers..config.n_layers));
+    claim.finish()?;
+    Ok(Weights { map, notes: Vec::new() })
+}
+
+fn claim_as(table: &Table, facts: &Facts, tied: bool, mtp_layers: Range<usize>, checkpoint: &Checkpoint) -> Result<Weights> {
+    let section = table.section(&facts.arch)?;
+    let mut claim = Claim::new(facts, checkpoint, section.named(checkpoint)?);
+    let mut map = BTreeMap::new();
+    claim.rules(section.model.iter(), None, &mut map)?;
+    for layer in facts.layers.clone() {
+        claim.rules(section.layer.iter(), Some(layer), &mut map)?;
     }
     let spare = if tied { claim.tie_head(section, &mut map) } else { None };
-    claim.leftovers(section);
+    claim.leftovers(&section.ignored(mtp_layers));
     claim.finish()?;
 
     let mut notes = Vec::new();
@@ -241,7 +329,15 @@ impl Weights {
 
     /// Makes the bytes of all parts ready; see `checkpoint::load`.
     pub fn load(&self, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
-        checkpoint::load(self.map.values().flat_map(|weight| &weight.parts), progress)
+        checkpoint::load(self.map.values().flat_map(|weight| weight.parts.iter().chain(&weight.scales)), progress)
+    }
+
+    /// For -v: the quantised matrices, how many scale tensors they have, and how they are stored. None where all are plain.
+    pub fn quantised(&self) -> Option<String> {
+        let quantised = || self.map.values().filter(|weight| weight.format != Format::Plain);
+        let (matrices, scales) = quantised().fold((0, 0), |(m, s), weight| (m + weight.parts.len(), s + weight.scales.len()));
+        let format = quantised().next()?.format;
+        Some(format!("{matrices} quantised matrices with {scales} tensors of scales, {format}"))
     }
 }
 
@@ -259,14 +355,35 @@ impl Weight {
     pub fn part_of_rank(&self, rank: usize, ranks: usize) -> Result<Vec<Slice>> {
         ensure!(rank < ranks, "{}: expected a rank below {ranks}, found {rank}", self.parts[0].name);
         self.slices(rank, ranks).with_context(|| {
-            let work: Vec<String> = (1..=8).filter(|n| self.slices(0, *n).is_some()).map(|n| n.to_string()).collect();
+            let works = |n: &usize| (0..*n).all(|rank| self.slices(rank, *n).is_some());
+            let work: Vec<String> = (1..=8).filter(works).map(|n| n.to_string()).collect();
+            let whole = if self.format == Format::Plain { String::new() } else { format!(" and cuts no block ({})", self.format) };
             format!(
-                "{}: expected a number of ranks that divides {}, {}, found {ranks}",
+                "{}: expected a number of ranks that divides {}{whole}, {}, found {ranks}",
                 self.parts[0].name,
                 self.parts[0],
                 work.join(" or ")
             )
         })
+    }
+
+    /// The scales of a slice of a part, as rows and columns of its scale tensor. The slice must cut no block, as those of ranks do not.
+    pub fn scale_slice(&self, slice: &Slice) -> Slice {
+        let block = self.format.block().expect("a quantised weight");
+        let range = |of: &Range<usize>, size: usize| of.start / size..of.end.div_ceil(size);
+        Slice { rows: range(&slice.rows, block.rows), cols: block.cols.map_or(0..1, |cols| range(&slice.cols, cols)) }
+    }
+
+    /// Where row `row` of a part stands in the checkpoint: rotated pairs are taken apart there, evens first.
+    pub fn rope_order(&self, part: usize, row: usize) -> usize {
+        let rope = self.rope[part];
+        // A part that is not divided by heads is one unit.
+        let unit = if self.unit > 1 { self.unit } else { self.rows[part] };
+        let (start, i) = (row - row % unit, (row % unit).wrapping_sub(unit - rope));
+        if i >= rope {
+            return row;
+        }
+        start + unit - rope + if i < rope / 2 { 2 * i } else { 2 * (i - rope / 2) + 1 }
     }
 
     fn slices(&self, rank: usize, ranks: usize) -> Option<Vec<Slice>> {
@@ -281,16 +398,21 @@ impl Weight {
             Some(head * self.unit..(head + 1) * self.unit)
         };
         let most = self.rows.iter().max()?;
+        let whole =
+            |range: &Range<usize>, block: usize, len: usize| range.start % block == 0 && (range.end % block == 0 || range.end == len);
         let slice = |rows: &usize| {
             let (all_rows, all_cols) = (0..*rows, 0..self.cols);
-            Some(match self.split {
+            let slice = match self.split {
                 Split::Replicated => Slice { rows: all_rows, cols: all_cols },
                 Split::Rows => Slice { rows: even(*rows)?, cols: all_cols },
                 Split::Vocab => Slice { rows: vocab_rows(*rows, rank, ranks)?, cols: all_cols },
                 Split::Columns => Slice { rows: all_rows, cols: even(self.cols)? },
                 Split::Heads if rows < most => Slice { rows: even(*rows).or_else(|| replicated(*rows))?, cols: all_cols },
                 Split::Heads => Slice { rows: even(*rows)?, cols: all_cols },
-            })
+            };
+            let cuts_none =
+                |block: Block| whole(&slice.rows, block.rows, *rows) && block.cols.is_none_or(|cols| whole(&slice.cols, cols, self.cols));
+            self.format.block().is_none_or(cuts_none).then_some(slice)
         };
         self.rows.iter().map(slice).collect()
     }
@@ -317,7 +439,7 @@ impl fmt::Display for Role {
     }
 }
 
-const ROLES: [(Role, &str); 31] = [
+const ROLES: [(Role, &str); 51] = [
     (Role::Embed, "embed"),
     (Role::FinalNorm, "final_norm"),
     (Role::Head, "head"),
@@ -333,6 +455,21 @@ const ROLES: [(Role, &str); 31] = [
     (Role::GateUpBias, "gate_up_bias"),
     (Role::Down, "down"),
     (Role::DownBias, "down_bias"),
+    (Role::QkvA, "qkv_a"),
+    (Role::QANorm, "q_a_norm"),
+    (Role::KvANorm, "kv_a_norm"),
+    (Role::QB, "q_b"),
+    (Role::KvB, "kv_b"),
+    (Role::Router, "router"),
+    (Role::RouterBias, "router_bias"),
+    (Role::ExpertGateUp, "expert_gate_up"),
+    (Role::ExpertDown, "expert_down"),
+    (Role::SharedGateUp, "shared_gate_up"),
+    (Role::SharedDown, "shared_down"),
+    (Role::MtpEmbedNorm, "mtp_embed_norm"),
+    (Role::MtpHiddenNorm, "mtp_hidden_norm"),
+    (Role::MtpProj, "mtp_proj"),
+    (Role::MtpNorm, "mtp_norm"),
     (Role::DraftEmbed, "draft_embed"),
     (Role::FcInputNorm, "fc_input_norm"),
     (Role::FcNorm, "fc_norm"),
@@ -341,6 +478,11 @@ const ROLES: [(Role, &str); 31] = [
     (Role::FeatureNorm, "feature_norm"),
     (Role::DraftQkv, "draft_qkv"),
     (Role::DraftQkvBias, "draft_qkv_bias"),
+    (Role::DraftQkvA, "draft_qkv_a"),
+    (Role::DraftQANorm, "draft_q_a_norm"),
+    (Role::DraftKvANorm, "draft_kv_a_norm"),
+    (Role::DraftQB, "draft_q_b"),
+    (Role::DraftKvB, "draft_kv_b"),
     (Role::DraftQNorm, "draft_q_norm"),
     (Role::DraftKNorm, "draft_k_norm"),
     (Role::DraftO, "draft_o"),
@@ -351,15 +493,26 @@ const ROLES: [(Role, &str); 31] = [
     (Role::DraftHead, "draft_head"),
 ];
 
-/// What `rows`, `cols` and `unit` may name: sizes of a model, and of a drafter besides.
-const TERMS: [&str; 9] = ["hidden", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab", "features", "target_hidden", "draft_vocab"];
+/// What `rows`, `cols`, `unit` and `rope` may name: sizes of a model, and of a drafter besides.
+#[rustfmt::skip]
+const TERMS: [&str; 19] = [
+    "hidden", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "interleaved_dim", "v_head_dim", "n_experts", "expert_dim", "shared_dim", "features", "target_hidden", "draft_vocab", "attended",
+];
 
-/// What `when` may name.
-const CONDITIONS: [&str; 9] = ["qkv_bias", "o_bias", "mlp_bias", "untied", "qk_norm", "norm_before_fc", "fc_norm", "own_embed", "own_head"];
+/// What `when` may name; "dense", "experts" and "shared_expert" are about a layer.
+#[rustfmt::skip]
+const CONDITIONS: [&str; 14] = [
+    "qkv_bias", "o_bias", "mlp_bias", "untied", "dense", "experts", "shared_expert", "qk_norm", "norm_before_fc", "fc_norm", "own_embed", "own_head",
+    "grouped", "latent",
+];
 
+#[derive(Default)]
 struct Section {
     model: BTreeMap<Role, Rule>,
     layer: BTreeMap<Role, Rule>,
+    /// Beside those of `layer`, for the layers of multi-token prediction.
+    mtp: BTreeMap<Role, Rule>,
     ignore: Vec<String>,
     /// Prefixes of tensor names and what they are read as, in the order in which they are tried, each once.
     rename: Vec<(String, String)>,
@@ -373,6 +526,7 @@ struct Rule {
     fuse: Fuse,
     split: Split,
     unit: Size,
+    rope: Vec<Size>,
     when: Option<String>,
 }
 
@@ -414,11 +568,16 @@ impl Table {
                     _ => bail!("{arch}: like: expected a section that stands for itself, found {like:?}"),
                 },
             };
-            let mut section = Section { model: BTreeMap::new(), layer: BTreeMap::new(), ignore: Vec::new(), rename: Vec::new() };
+            let mut section = Section::default();
             for source in base.into_iter().chain([file]) {
                 section.ignore.extend_from_slice(&source.ignore);
                 section.rename.extend_from_slice(&source.rename);
-                for (rules, files, per_layer) in [(&mut section.model, &source.model, false), (&mut section.layer, &source.layer, true)] {
+                let tables = [
+                    (&mut section.model, &source.model, false),
+                    (&mut section.layer, &source.layer, true),
+                    (&mut section.mtp, &source.mtp, true),
+                ];
+                for (rules, files, per_layer) in tables {
                     for (name, file) in files {
                         let (role, rule) = parse_rule(name, file, per_layer).with_context(|| format!("{arch}.{name}"))?;
                         rules.insert(role, rule);
@@ -460,6 +619,17 @@ impl Section {
         }
         Ok(tensors)
     }
+
+    /// Patterns of tensors that are known and not needed; `{mtp}` is each of `mtp_layers`.
+    fn ignored(&self, mtp_layers: Range<usize>) -> Vec<String> {
+        let mtp = |pattern: &String| -> Vec<String> {
+            match pattern.contains("{mtp}") {
+                true => mtp_layers.clone().map(|layer| pattern.replace("{mtp}", &layer.to_string())).collect(),
+                false => vec![pattern.clone()],
+            }
+        };
+        self.ignore.iter().flat_map(mtp).collect()
+    }
 }
 
 #[derive(Deserialize)]
@@ -474,6 +644,8 @@ struct SectionFile {
     model: BTreeMap<String, RuleFile>,
     #[serde(default)]
     layer: BTreeMap<String, RuleFile>,
+    #[serde(default)]
+    mtp: BTreeMap<String, RuleFile>,
 }
 
 #[derive(Deserialize)]
@@ -487,6 +659,7 @@ struct RuleFile {
     #[serde(default)]
     split: Split,
     unit: Option<String>,
+    rope: Option<Vec<String>>,
     when: Option<String>,
 }
 
@@ -497,9 +670,14 @@ fn parse_rule(name: &str, file: &RuleFile, per_layer: bool) -> Result<(Role, Rul
     };
     ensure!(!file.from.is_empty(), "from: expected at least one tensor, found none");
     ensure!(file.rows.len() == file.from.len(), "rows: expected {}, one for each of from, found {}", file.from.len(), file.rows.len());
+    // A second {} is the expert.
+    let experts = per_layer && file.from.iter().all(|from| from.matches("{}").count() == 2);
     for from in &file.from {
-        let expected = usize::from(per_layer);
+        let expected = usize::from(per_layer) + usize::from(experts);
         ensure!(from.matches("{}").count() == expected, "from: expected {expected} {{}} for the layer, found {from:?}");
+    }
+    if let Some(rope) = file.rope.as_ref().filter(|rope| rope.len() != file.from.len()) {
+        bail!("rope: expected {}, one for each of from, found {}", file.from.len(), rope.len());
     }
     ensure!(file.cols.is_some() || file.split != Split::Columns, "split: expected columns to split, found a vector");
     if let Some(when) = file.when.as_deref().filter(|when| !CONDITIONS.contains(when)) {
@@ -512,6 +690,10 @@ fn parse_rule(name: &str, file: &RuleFile, per_layer: bool) -> Result<(Role, Rul
         fuse: file.fuse,
         split: file.split,
         unit: Size::parse(file.unit.as_deref().unwrap_or("1"))?,
+        rope: match &file.rope {
+            None => vec![Size::parse("0")?; file.from.len()],
+            Some(rope) => rope.iter().map(|text| Size::parse(text)).collect::<Result<_>>()?,
+        },
         when: file.when.clone(),
     };
     Ok((*role, rule))
@@ -563,46 +745,142 @@ struct Claim<'a> {
 /// Problems that an error lists; the rest is a number.
 const SHOWN: usize = 5;
 
-const FLOATS: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
+/// The types that a tensor may have.
+#[derive(Clone, Copy)]
+enum Kind {
+    Floats,
+    One(Dtype),
+}
 
-impl Claim<'_> {
-    /// The weight, or nothing and problems noted.
-    fn weight(&mut self, rule: &Rule, layer: Option<usize>) -> Result<Option<Weight>> {
-        let cols = rule.cols.as_ref().map(|cols| cols.of(self.facts)).transpose()?;
-        let rows = rule.rows.iter().map(|rows| rows.of(self.facts)).collect::<Result<Vec<usize>>>()?;
-        let mut parts: Vec<Tensor> = Vec::new();
-        for (from, rows) in rule.from.iter().zip(&rows) {
-            let name = tensor_name(from, layer);
-            let shape: Vec<usize> = [*rows].into_iter().chain(cols).collect();
-            match self.tensors.get(&name).cloned() {
-                None => self.absent(&name, &shape, rule),
-                Some(found) if found.shape != shape || !FLOATS.contains(&found.dtype) => {
-                    self.problem(|| format!("{name}: expected {shape:?} bf16, f16 or f32, found {found} in {}", found.file))
-                }
-                Some(found) => match parts.first().filter(|first| first.dtype != found.dtype) {
-                    Some(first) => {
-                        self.problem(|| format!("{name}: expected {} as {}, found {found} in {}", first.dtype, first.name, found.file))
-                    }
-                    None => parts.push(found),
-                },
-            }
-            self.claimed.insert(name);
+impl Kind {
+    fn has(self, dtype: Dtype) -> bool {
+        match self {
+            Kind::Floats => matches!(dtype, Dtype::Bf16 | Dtype::F16 | Dtype::F32),
+            Kind::One(only) => only == dtype,
         }
-        if parts.len() < rule.from.len() {
-            return Ok(None);
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Kind::Floats => f.write_str("bf16, f16 or f32"),
+            Kind::One(dtype) => write!(f, "{dtype}"),
         }
-        let unit = rule.unit.of(self.facts)?;
-        Ok(Some(Weight { parts, rows, cols: cols.unwrap_or(1), fuse: rule.fuse, split: rule.split, unit }))
+    }
+}
+
+impl<'a> Claim<'a> {
+    fn new(facts: &'a Facts, checkpoint: &Checkpoint, tensors: BTreeMap<String, Tensor>) -> Claim<'a> {
+        let dir = checkpoint.dir().display().to_string();
+        Claim { facts, dir, tensors, claimed: BTreeSet::new(), problems: Vec::new(), n_problems: 0 }
     }
 
-    fn absent(&mut self, name: &str, shape: &[usize], rule: &Rule) {
+    /// Every weight of the rules whose condition holds.
+    fn rules<'r>(
+        &mut self,
+        rules: impl Iterator<Item = (&'r Role, &'r Rule)>,
+        layer: Option<usize>,
+        map: &mut BTreeMap<WeightId, Weight>,
+    ) -> Result<()> {
+        for (role, rule) in rules {
+            if self.facts.holds(rule.when.as_deref(), layer)? {
+                if let Some(weight) = self.weight(*role, rule, layer)? {
+                    map.insert(WeightId { role: *role, layer }, weight);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The weight, or nothing and problems noted.
+    fn weight(&mut self, role: Role, rule: &Rule, layer: Option<usize>) -> Result<Option<Weight>> {
+        let sizes = |sizes: &[Size]| sizes.iter().map(|size| size.of(self.facts)).collect::<Result<Vec<usize>>>();
+        let cols = rule.cols.as_ref().map(|cols| cols.of(self.facts)).transpose()?;
+        let (rows, rope, unit) = (sizes(&rule.rows)?, sizes(&rule.rope)?, rule.unit.of(self.facts)?);
+        let format = if cols.is_some() { (self.facts.format)(role) } else { Format::Plain };
+        let per_expert = rule.from[0].matches("{}").count() == 2;
+        let n_experts = if per_expert { self.facts.n_experts } else { 1 };
+        let mut weight = Weight {
+            parts: Vec::new(),
+            scales: Vec::new(),
+            format,
+            rows: rows.repeat(n_experts),
+            cols: cols.unwrap_or(1),
+            n_experts,
+            rope: rope.repeat(n_experts),
+            fuse: rule.fuse,
+            split: rule.split,
+            unit,
+        };
+        for expert in 0..n_experts {
+            for (from, rows) in rule.from.iter().zip(&rows) {
+                let name = tensor_name(from, layer, expert);
+                match format {
+                    Format::Plain => {
+                        let shape: Vec<usize> = [*rows].into_iter().chain(cols).collect();
+                        let like = weight.parts.first().cloned();
+                        weight.parts.extend(self.tensor(name, &shape, Kind::Floats, like, rule));
+                    }
+                    Format::Fp8(block) => {
+                        let scale = self.scale_name(&name);
+                        weight.parts.extend(self.tensor(name, &[*rows, weight.cols], Kind::One(Dtype::F8E4M3), None, rule));
+                        let like = weight.scales.first().cloned();
+                        weight.scales.extend(self.tensor(scale, &block.scales(*rows, weight.cols), Kind::Floats, like, rule));
+                    }
+                    Format::Int4(block) => {
+                        let module = name.strip_suffix("weight").unwrap_or(&name).to_string();
+                        // The shape is known.
+                        self.claimed.insert(format!("{module}weight_shape"));
+                        let words = [*rows, weight.cols.div_ceil(8)];
+                        weight.parts.extend(self.tensor(format!("{module}weight_packed"), &words, Kind::One(Dtype::I32), None, rule));
+                        let like = weight.scales.first().cloned();
+                        let scales = block.scales(*rows, weight.cols);
+                        weight.scales.extend(self.tensor(self.scale_name(&name), &scales, Kind::Floats, like, rule));
+                    }
+                }
+            }
+        }
+        let complete = weight.parts.len() == weight.rows.len() && (format == Format::Plain || weight.scales.len() == weight.rows.len());
+        Ok(complete.then_some(weight))
+    }
+
+    fn scale_name(&self, name: &str) -> String {
+        format!("{}{}", name.strip_suffix("weight").unwrap_or(name), self.facts.scale_name)
+    }
+
+    /// Claims a tensor, which must be there with this shape and type, that of `like` if it is given; a problem is noted otherwise.
+    fn tensor(&mut self, name: String, shape: &[usize], kind: Kind, like: Option<Tensor>, rule: &Rule) -> Option<Tensor> {
+        let found = self.tensors.get(&name).cloned();
+        let taken = match found {
+            None => {
+                self.absent(&name, shape, kind, rule);
+                None
+            }
+            Some(found) if found.shape != shape || !kind.has(found.dtype) => {
+                self.problem(|| format!("{name}: expected {shape:?} {kind}, found {found} in {}", found.file));
+                None
+            }
+            Some(found) => match like.filter(|first| first.dtype != found.dtype) {
+                Some(first) => {
+                    self.problem(|| format!("{name}: expected {} as {}, found {found} in {}", first.dtype, first.name, found.file));
+                    None
+                }
+                None => Some(found),
+            },
+        };
+        self.claimed.insert(name);
+        taken
+    }
+
+    fn absent(&mut self, name: &str, shape: &[usize], kind: Kind, rule: &Rule) {
         let dir = self.dir.clone();
         let cure = if rule.when.as_deref() == Some("untied") {
             "; config.json says tie_word_embeddings = false, so the head must be there: set the key to true if the embedding is the head"
         } else {
             ""
         };
-        self.problem(|| format!("{name}: expected {shape:?} bf16, f16 or f32, found no such tensor in {dir}{cure}"));
+        self.problem(|| format!("{name}: expected {shape:?} {kind}, found no such tensor in {dir}{cure}"));
     }
 
     /// Gives a tied model its head: the embedding's tensor, divided as the head is. Returns a head of the checkpoint's own with the embedding.
@@ -617,8 +895,8 @@ impl Claim<'_> {
         Some((spare, table))
     }
 
-    fn leftovers(&mut self, section: &Section) {
-        let spare = |name: &String| !self.claimed.contains(name) && !section.ignore.iter().any(|pattern| matches(pattern, name));
+    fn leftovers(&mut self, ignored: &[String]) {
+        let spare = |name: &String| !self.claimed.contains(name) && !ignored.iter().any(|pattern| matches(pattern, name));
         let spare: Vec<Tensor> = self.tensors.iter().filter(|(name, _)| spare(name)).map(|(_, tensor)| tensor.clone()).collect();
         for tensor in spare {
             let kind = &self.facts.kind;
@@ -643,15 +921,18 @@ impl Claim<'_> {
     }
 }
 
-fn tensor_name(pattern: &str, layer: Option<usize>) -> String {
+fn tensor_name(pattern: &str, layer: Option<usize>, expert: usize) -> String {
     match layer {
-        Some(layer) => pattern.replace("{}", &layer.to_string()),
+        Some(layer) => pattern.replacen("{}", &layer.to_string(), 1).replacen("{}", &expert.to_string(), 1),
         None => pattern.into(),
     }
 }
 
-/// `{}` stands for a number.
+/// `{}` stands for a number, `*` at the end for anything.
 fn matches(pattern: &str, name: &str) -> bool {
+    if let Some(start) = pattern.strip_suffix('*') {
+        return name.starts_with(start);
+    }
     match pattern.split_once("{}") {
         None => pattern == name,
         Some((before, after)) => name

@@ -3,6 +3,7 @@
 //! Life of a request: `Tokenizer::open`, `encode_chat` or `encode_raw`, then a `TextStream` for the answer.
 pub mod stream;
 pub mod template;
+mod tiktoken;
 pub mod tokenizer;
 
 pub use stream::{Pushed, StopHit, StopStream, TextStream, Utf8Stream};

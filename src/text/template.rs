@@ -47,7 +47,7 @@ const NAME: &str = "chat template"; // has no .html ending, so nothing is escape
 impl ChatTemplate {
     /// `special_tokens`: names (`bos_token`, ...) and texts, visible to the template as variables.
     pub fn new(source: &str, special_tokens: &[(&str, &str)]) -> Result<Self> {
-        let source = without_generation_tags(source);
+        let source = in_jinja_alone(source);
         let mut environment = Environment::new();
         environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
@@ -123,9 +123,10 @@ fn content_text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D:
     }
 }
 
-/// transformers marks assistant text with `{% generation %}` blocks, which Jinja does not know. `if true` has the same effect on
-/// the text and, keeping the `-` and `+` signs, on the white space around it.
-fn without_generation_tags(source: &str) -> String {
+/// Rewrites what is not Jinja but what Python's makes of it; the `-` and `+` signs of a tag keep their effect on the white space around it.
+/// transformers marks assistant text with `{% generation %}` blocks: `if true` leaves the same text. Kimi's template appends to a list of a
+/// namespace and pops from it, which values here cannot do: it gets a new list instead.
+fn in_jinja_alone(source: &str) -> String {
     let mut text = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(start) = rest.find("{%") {
@@ -143,11 +144,27 @@ fn without_generation_tags(source: &str) -> String {
                 text += &inside.replace(name, if name == "generation" { "if true" } else { "endif" });
                 text += "%}";
             }
-            _ => text += tag,
+            plain => text += &without_list_methods(inside, plain).unwrap_or_else(|| tag.into()),
         }
         rest = after;
     }
     text + rest
+}
+
+/// `set x = ns.list.append(y)` and `set x = ns.list.pop(0)` as assignments; None for any other tag. `plain` is `inside` without its signs.
+fn without_list_methods(inside: &str, plain: &str) -> Option<String> {
+    let (name, call) = plain.strip_prefix("set ")?.split_once('=')?;
+    let call = call.trim();
+    let (object, call) = call.split_at(call.find(".append(").or(call.find(".pop("))?);
+    let is_path = object.contains('.') && object.chars().all(|c| c.is_alphanumeric() || matches!(c, '_' | '.'));
+    let (before, after) = (&inside[..inside.find("set ")?], &inside[inside.trim_end_matches(['-', '+']).len()..]);
+    match call.strip_prefix(".append(").and_then(|rest| rest.strip_suffix(')')) {
+        Some(item) if is_path => Some(format!("{{%{before}set {object} = {object} + [{item}] {after}%}}")),
+        None if is_path && call == ".pop(0)" => {
+            Some(format!("{{%{before}set {name} = {object}[0] %}}{{% set {object} = {object}[1:] {after}%}}"))
+        }
+        _ => None,
+    }
 }
 
 /// Python's `datetime.now().strftime(format)`, local time.

@@ -1,8 +1,9 @@
-//! Text to ids and ids to bytes, from a checkpoint's tokenizer.json, with the settings and the chat template of the files beside it.
+//! Text to ids and ids to bytes, from a checkpoint's tokenizer.json (or tiktoken.model: tiktoken.rs), with the settings and the chat template of the files beside it.
 //! The splitting and merging is HF's own crate; this file adds what surrounds it: which BOS is written, which parts of a chat may
 //! become control tokens, and the raw bytes of each token. Rendering is in template.rs, streaming in stream.rs.
 
 use super::stream::strip_once;
+use super::tiktoken::{self, Tiktoken, Vocabulary, KIMI_ENDS, KIMI_WORDS};
 use super::{ChatOptions, ChatTemplate, Message};
 use anyhow::{anyhow, bail, ensure, Context, Result};
 use serde::Deserialize;
@@ -12,7 +13,12 @@ use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::io::ErrorKind;
 use std::path::Path;
-use tokenizers::{AddedToken, Model, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer, PreTokenizerWrapper, TokenizerImpl};
+use tokenizers::decoders::byte_level::ByteLevel;
+use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::{
+    AddedToken, DecoderWrapper, Model, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer, PreTokenizerWrapper,
+    SplitDelimiterBehavior, TokenizerImpl,
+};
 
 /// The tokenizer of one checkpoint.
 pub struct Tokenizer {
@@ -22,25 +28,25 @@ pub struct Tokenizer {
     /// Added tokens that are not special but that the chat template writes, such as DeepSeek's `<｜User｜>`: turn marks all the same.
     template_marks: HashSet<u32>,
     eos: Option<u32>,
+    /// Further control tokens that end an answer, by the tokenizer's kind.
+    ends: Vec<u32>,
     raw: RawRule,
     template: Option<ChatTemplate>,
     vocab_size: usize,
     dir: String,
 }
 
-type HfTokenizer = TokenizerImpl<
-    tokenizers::ModelWrapper,
-    tokenizers::NormalizerWrapper,
-    Unguard,
-    tokenizers::PostProcessorWrapper,
-    tokenizers::DecoderWrapper,
->;
+type HfTokenizer =
+    TokenizerImpl<Vocabulary, tokenizers::NormalizerWrapper, Unguard, tokenizers::PostProcessorWrapper, tokenizers::DecoderWrapper>;
 
 impl Tokenizer {
-    /// Reads `dir`/tokenizer.json and, where present, tokenizer_config.json, special_tokens_map.json and the chat template in
+    /// Reads `dir`/tokenizer.json, or if there is none tiktoken.model, and, where present, tokenizer_config.json, special_tokens_map.json and the chat template in
     /// chat_template.jinja, tokenizer_config.json or chat_template.json (the first that has one).
     pub fn open(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
+        if !path.exists() && dir.join(tiktoken::FILE).exists() {
+            return Self::open_tiktoken(dir).with_context(|| dir.display().to_string());
+        }
         let json = std::fs::read(&path).map_err(|error| match error.kind() {
             ErrorKind::NotFound => {
                 anyhow!("{}: no such file; the tokenizer belongs beside the weights, download it with the model", path.display())
@@ -49,6 +55,21 @@ impl Tokenizer {
         })?;
         let hf: HfTokenizer = serde_json::from_slice(&json).map_err(|error| anyhow!("{}: no valid tokenizer: {error}", path.display()))?;
         Self::from_parts(dir, hf).with_context(|| dir.display().to_string())
+    }
+
+    fn open_tiktoken(dir: &Path) -> Result<Self> {
+        let model = Tiktoken::open(dir, &read_json(dir, "tokenizer_config.json")?)?;
+        // Those with names are in tokenizer_config.json, as are tokens added to any other tokenizer.
+        let reserved: Vec<AddedToken> = model.reserved_tokens().map(|text| AddedToken::from(text, true)).collect();
+        let mut hf = HfTokenizer::new(Vocabulary::Tiktoken(Box::new(model)));
+        let words = SplitPattern::Regex(KIMI_WORDS.into());
+        let split = Split::new(words, SplitDelimiterBehavior::Isolated, false).map_err(anyhow::Error::msg)?;
+        hf.with_pre_tokenizer(Some(Unguard(Some(PreTokenizerWrapper::Split(split)))));
+        hf.with_decoder(Some(DecoderWrapper::ByteLevel(ByteLevel::default())));
+        hf.add_special_tokens(reserved).map_err(anyhow::Error::msg)?;
+        let mut tokenizer = Self::from_parts(dir, hf)?;
+        tokenizer.ends = KIMI_ENDS.iter().filter_map(|text| tokenizer.token_id(text)).collect();
+        Ok(tokenizer)
     }
 
     fn from_parts(dir: &Path, mut hf: HfTokenizer) -> Result<Self> {
@@ -90,7 +111,18 @@ impl Tokenizer {
             .collect();
         let vocab_size = added.keys().map(|id| *id as usize + 1).max().unwrap_or(0).max(hf.get_model().get_vocab_size());
         let raw = RawRule::of(&config, hf.get_post_processor().is_some(), bos, eos)?;
-        Ok(Tokenizer { hf, spelling, special, template_marks, eos, raw, template, vocab_size, dir: dir.display().to_string() })
+        Ok(Tokenizer {
+            hf,
+            spelling,
+            special,
+            template_marks,
+            eos,
+            ends: Vec::new(),
+            raw,
+            template,
+            vocab_size,
+            dir: dir.display().to_string(),
+        })
     }
 
     /// Ids of a text as the tokenizer itself would have it, BOS included where it adds one. Special tokens in the text count.
@@ -162,6 +194,11 @@ impl Tokenizer {
     /// The id of `eos_token`, one of the ids that end an answer.
     pub fn eos_text_id(&self) -> Option<u32> {
         self.eos
+    }
+
+    /// Control tokens that end an answer whatever the files beside say.
+    pub fn end_ids(&self) -> &[u32] {
+        &self.ends
     }
 
     pub(super) fn strips_leading_space(&self) -> bool {
@@ -338,7 +375,7 @@ impl Spelling {
 }
 
 /// GPT-2's table: printable Latin-1 bytes stand for themselves, the other 68 are U+0100 onwards, in order.
-fn byte_characters() -> HashMap<char, u8> {
+pub(super) fn byte_characters() -> HashMap<char, u8> {
     let mut others = '\u{100}'..;
     (0..=255u8)
         .map(|byte| match byte {
