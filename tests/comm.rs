@@ -190,7 +190,7 @@ fn a_rank_that_fails_ends_the_others() {
     });
     assert!(start.elapsed() < Duration::from_secs(10));
     for (rank, result) in results.into_iter().enumerate() {
-        gave_up(result, &[if rank == 1 { "out of memory" } else { "stopped because another rank failed" }]);
+        gave_up(result, &[if rank == 1 { "out of memory" } else { "another rank failed" }]);
     }
 }
 

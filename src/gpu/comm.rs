@@ -94,7 +94,22 @@ impl Rendezvous for Threads {
 }
 
 fn stopped(rank: usize, why: &str) -> anyhow::Error {
-    machine(format!("rank {rank} stopped: {why}"))
+    machine(why).context(Stopped(rank))
+}
+
+/// Of an error whose cause is another rank's.
+#[derive(Debug)]
+struct Stopped(usize);
+
+impl std::fmt::Display for Stopped {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        write!(f, "rank {} stopped", self.0)
+    }
+}
+
+/// Whether a rank has this error because another rank failed.
+pub fn follows(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<Stopped>().is_some()
 }
 
 /// How partial sums travel. All but the last give the same bits.
@@ -397,7 +412,7 @@ impl Link {
                     r.peer,
                 )))
             }
-            _ => Err(machine(format!("rank {} (GPU {}) stopped because another rank failed", self.rank, self.places[self.rank].ordinal))),
+            _ => Err(stopped(self.rank, "another rank failed")),
         }
     }
 

@@ -87,6 +87,9 @@ struct Failure {
     error: Mutex<Option<Error>>,
 }
 
+/// How long the error that others follow from may come after theirs.
+const CAUSE: Duration = Duration::from_secs(1);
+
 impl Failure {
     /// From now on a failure ends the waiting of this rank's kernels.
     fn attend(&self, poison: Poison) {
@@ -97,20 +100,34 @@ impl Failure {
         }
     }
 
-    /// The first one counts; what follows from it does not. All ranks stop waiting for each other.
+    /// The first one counts, unless it only follows from another. All ranks stop waiting for each other.
     fn report(&self, rank: usize, place: String, error: Error) {
-        if !self.happened.swap(true, SeqCst) {
+        let name = self.setup.name(rank);
+        let mut slot = self.error.lock().expect("nobody panics with it");
+        let first = !self.happened.swap(true, SeqCst);
+        if first || (slot.as_ref().is_some_and(comm::follows) && !comm::follows(&error)) {
             // A driver's error is the machine's; otherwise the error knows.
             let error = if cuda::is_driver_error(&error) { machine(format!("{error:#}")) } else { error };
-            *self.error.lock().expect("nobody panics with it") = Some(error.context(format!("{}, {place}", self.setup.name(rank))));
-            self.rendezvous.fail(&self.setup.name(rank));
+            *slot = Some(error.context(format!("{name}, {place}")));
+        }
+        drop(slot);
+        if first {
+            self.rendezvous.fail(&name);
             self.poisons.lock().expect("nobody panics with it").iter().for_each(Poison::poison);
         }
     }
 
     fn take(&self) -> Error {
-        let error = self.error.lock().expect("nobody panics with it").take();
-        error.unwrap_or_else(|| machine("a rank has failed before; the others ended with it"))
+        let start = Instant::now();
+        loop {
+            let mut slot = self.error.lock().expect("nobody panics with it");
+            match &*slot {
+                Some(error) if comm::follows(error) && start.elapsed() < CAUSE => {}
+                _ => return slot.take().unwrap_or_else(|| machine("a rank has failed before; the others ended with it")),
+            }
+            drop(slot);
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 
