@@ -9,6 +9,7 @@ mod drafter;
 mod ranks;
 mod support;
 
+use anyhow::ensure;
 use drafter::tiny_llama_drafter;
 use ranks::{compute_alike, tiny3, tiny8};
 use std::cell::RefCell;
@@ -16,10 +17,11 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
+use std::time::Duration;
 use volley::cmd::bench::token_ids;
 use volley::cmd::{answer, check, doctor, Device, Draft, ModelOptions, Session};
 use volley::cpu::Reference;
-use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling};
+use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling, MAX_DRAFTS};
 use volley::error;
 use volley::gpu::comm::{Algorithm, Fault, FaultKind};
 use volley::gpu::device::Gpu;
@@ -31,7 +33,7 @@ use volley::gpu::weights::Source;
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
 use volley::model::draft::DraftModel;
-use volley::model::plan::Pass;
+use volley::model::plan::{Owner, Pass};
 use volley::model::weights::{claim, Table};
 use volley::text::Message;
 
@@ -210,6 +212,160 @@ fn o22_ranks_fail_in_time() {
     silent.collectives.link.fault = Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0, only: None });
     let error = Conductor::new(silent, one_more_gpu(0).unwrap(), &mut |_, _| {}).err().unwrap();
     check(error, &["rank 0 (GPU", "load", "no data from rank 1"], start);
+
+/// Passes of random widths, drafted by the drafter and by a script, with ranks that fall behind each other: every token, every row of logits and what the cache
+/// holds stay those of plain decoding, and as many drafts are accepted as by one rank. VOLLEY_SOAK=N replays instead of 2,000.
+#[test]
+fn ranks_soak() {
+    let Some(gpu) = gpu() else { return };
+    let replays = std::env::var("VOLLEY_SOAK").map_or(2000, |n| n.parse().expect("VOLLEY_SOAK is a number"));
+    let dir = tempfile::tempdir().unwrap();
+    tiny8().set("vocab_size", 512).set("num_hidden_layers", 3).write(dir.path());
+    let (config, weights) = model(dir.path());
+    let drafter = Some(tiny_llama_drafter(&config, &weights, true));
+    let options = Options { context: 256, drafter: drafter.clone(), ngram: true, require_graphs: true, fail_capture: all_graphs };
+    let mut machine = Machine::new(gpu.clone(), config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
+    let text = plain_text(&mut machine).unwrap();
+    let one = soak(&mut machine, &text, replays).unwrap();
+    drop(machine);
+    for count in [2, 8] {
+        let fresh =
+            || Conductor::new(ranks::setup(one_more_gpu, dir.path(), count, drafter.clone(), 256), one_more_gpu().unwrap(), &mut |_, _| {});
+        let mut conductor = fresh().unwrap();
+        let start = std::time::Instant::now();
+        let soaked = conductor.each("soak", move |machine| {
+            let text = plain_text(machine)?;
+            let soaked = soak(machine, &text, replays)?;
+            ensure!(plain_text(machine)? == text, "the text is another after {replays} replays");
+            Ok((soaked, text))
+        });
+        let soaked = soaked.unwrap_or_else(|e| panic!("{count} ranks: {e:#}"));
+        let (all, text) = &soaked[0];
+        assert!(soaked.iter().all(|s| s.0 == *all && s.1.tokens == text.tokens && s.1.logits == text.logits), "{count} ranks differ");
+        assert_eq!(all.scripted, one.scripted, "{count} ranks: accepted drafts and passes, against one rank");
+        drop(conductor);
+        let again = fresh().unwrap().each("soak", plain_text).unwrap();
+        assert!(again.iter().zip(&soaked).all(|(again, s)| *again == s.1), "{count} ranks: a fresh start gives another text");
+        println!(
+            "{count} ranks, {} replays in {:.1} s: {} drafts accepted in {} scripted passes, {} in {} of the drafter's (one rank: {} in {})",
+            all.replays,
+            start.elapsed().as_secs_f64(),
+            all.scripted.0,
+            all.scripted.1,
+            all.drafted.0,
+            all.drafted.1,
+            one.drafted.0,
+            one.drafted.1
+        );
+    }
+}
+
+/// A greedy answer in passes of one row.
+#[derive(PartialEq)]
+struct PlainText {
+    tokens: Vec<u32>,
+    /// Bits of each pass's row.
+    logits: Vec<Vec<u32>>,
+    kv: Vec<u16>,
+}
+
+/// Of a soak: tokens of the prompt; of the text; random passes of an answer, which never reach its end; positions that all answers fill.
+const SOAK_PROMPT: usize = 20;
+const SOAK_TOKENS: usize = 180;
+const SOAK_PASSES: usize = SOAK_TOKENS / (MAX_DRAFTS + 1);
+const SOAK_FILLED: usize = SOAK_PROMPT + SOAK_TOKENS - 2 * (MAX_DRAFTS + 1);
+
+fn begin_soak(machine: &mut Machine) -> anyhow::Result<()> {
+    let limits = Limits { end_ids: Vec::new(), max_tokens: 1000, context: 256 };
+    machine.begin(&token_ids(SOAK_PROMPT, 500), 0, &Sampling::default(), &limits)?;
+    machine.prefill(&token_ids(SOAK_PROMPT, 500)[..SOAK_PROMPT - 1])
+}
+
+fn bits(logits: &[f32]) -> Vec<u32> {
+    logits.iter().map(|x| x.to_bits()).collect()
+}
+
+fn plain_text(machine: &mut Machine) -> anyhow::Result<PlainText> {
+    begin_soak(machine)?;
+    let (mut tokens, mut logits) = (Vec::new(), Vec::new());
+    while tokens.len() < SOAK_TOKENS {
+        machine.verify(1)?;
+        tokens.extend(machine.record()?.tokens);
+        logits.push(bits(&machine.logits(1)?));
+    }
+    Ok(PlainText { tokens, logits, kv: machine.kv_rows(Owner::Target, SOAK_FILLED)? })
+}
+
+#[derive(PartialEq, Debug, Default)]
+struct Soaked {
+    replays: usize,
+    /// Accepted drafts and passes, of those whose drafts came from the text, and of those of the drafter.
+    scripted: (usize, usize),
+    drafted: (usize, usize),
+}
+
+/// Numbers below `n`, the same for the same state.
+fn below(state: &mut u64, n: usize) -> usize {
+    *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+    (*state >> 33) as usize % n
+}
+
+/// Answers of `replays` passes in all or some more. What is drawn for a pass is the same on all ranks, and does not depend on what passes gave.
+fn soak(machine: &mut Machine, text: &PlainText, replays: usize) -> anyhow::Result<Soaked> {
+    let vocab = machine.vocab();
+    let (mut shared, mut own) = (1, 1000 + machine.ranks().rank as u64);
+    // Now and then this rank falls behind, seldom by much.
+    let mut dawdle = || match below(&mut own, 500) {
+        0 => std::thread::sleep(Duration::from_millis(5)),
+        1..60 => std::thread::sleep(Duration::from_micros(below(&mut own, 200) as u64)),
+        _ => {}
+    };
+    let mut soaked = Soaked::default();
+    for _ in 0..replays.div_ceil(SOAK_PASSES) {
+        begin_soak(machine)?;
+        // Tokens that stand, passes, and drafts of the drafter that the next pass verifies.
+        let (mut n, mut pass, mut drafted) = (0, 0, 0);
+        while pass < SOAK_PASSES || n + 2 * (MAX_DRAFTS + 1) <= SOAK_TOKENS {
+            // Behind the random passes: to the end by right drafts.
+            let random = pass < SOAK_PASSES;
+            let mut draw = |n: usize| if random { below(&mut shared, n) } else { n - 1 };
+            let (script, wrong, next, look) = (draw(MAX_DRAFTS + 1), draw(MAX_DRAFTS + 1), draw(MAX_DRAFTS), draw(8));
+            let next = if random && draw(3) == 0 { 1 + next } else { 0 };
+            if drafted == 0 {
+                let mut drafts = text.tokens[n..][..script].to_vec();
+                if let Some(draft) = drafts.get_mut(wrong) {
+                    *draft = (*draft + 1) % vocab as u32;
+                }
+                machine.set_drafts(&drafts)?;
+            }
+            let width = 1 + if drafted == 0 { script } else { drafted };
+            dawdle();
+            machine.verify(width)?;
+            if next > 0 {
+                dawdle();
+                machine.draft(next)?;
+            }
+            let record = machine.record()?;
+            soaked.replays += 1 + (next > 0) as usize;
+            let place = || format!("after {} replays, {width} rows behind {n} tokens", soaked.replays);
+            ensure!(text.tokens[n..].starts_with(&record.tokens), "{}: other tokens than without drafts", place());
+            let right = wrong.min(script);
+            ensure!(drafted > 0 || record.accepted == right, "{}: {} drafts accepted, expected {right}", place(), record.accepted);
+            if look == 0 {
+                let rows = machine.logits(record.tokens.len())?;
+                let same = rows.chunks_exact(vocab).zip(&text.logits[n..]).all(|(row, plain)| bits(row) == *plain);
+                ensure!(same, "{}: other logits than without drafts", place());
+            }
+            if random {
+                let count = if drafted > 0 { &mut soaked.drafted } else { &mut soaked.scripted };
+                *count = (count.0 + record.accepted, count.1 + 1);
+            }
+            (n, pass, drafted) = (n + record.tokens.len(), pass + 1, next);
+        }
+        let kv = machine.kv_rows(Owner::Target, SOAK_FILLED)?;
+        ensure!(kv == text.kv, "after {} replays: other keys and values than without drafts", soaked.replays);
+    }
+    Ok(soaked)
 }
 
 /// Normal exits are quick, one after the other, and give the memory back.

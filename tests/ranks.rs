@@ -233,7 +233,7 @@ fn drafts_change_the_passes_and_not_the_text() {
 #[test]
 fn a_wrong_algorithm_is_left_out() {
     let dir = tempfile::tempdir().unwrap();
-    tiny8().write(dir.path());
+    tiny8().set("hidden_size", 32).write(dir.path());
     let sampling = Sampling::default();
     let request = Request { prompt: &ids(20), sampling: &sampling, end_ids: &[], max_tokens: Some(4) };
     let answers = [None, Some(Fault { kind: FaultKind::Flip, rank: 1, peer: 0, only: Some(Algorithm::Push) })].map(|fault| {

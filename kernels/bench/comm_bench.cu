@@ -20,7 +20,7 @@ __device__ __forceinline__ void finish(const SumParams& p, bool has, int row, in
 }
 KERNEL(sum_push, SumParams, 256) { push<false>(p); }
 KERNEL(sum_pull, SumParams, 256) { pull<false>(p); }
-KERNEL(sum_two_shot, SumParams, 256) { two_shot<false>(p); }
+KERNEL(sum_two_shot, SumParams, 256, 2) { two_shot<false>(p); }
 
 struct ResidualParams { float* x; const bf16* sum; int n; };   // [n], n a multiple of 4
 KERNEL(residual_add, ResidualParams, 256) {
@@ -247,7 +247,6 @@ void bench(int n, bool shared) {
         for (bool fused : {true, false}) world.check(a, fused, rows, dim);
         const float us = world.time(a, true, rows, dim, &one), us_three = world.time(a, false, rows, dim, &three);
         std::printf(" %3d rows %6.2f / %6.2f", rows, us, us_three);
-        std::fflush(stdout);
       }
       std::printf("; nodes saved per layer (2 all-reduces): %zu\n", 2 * (three - one) / kCalls);
     }
@@ -255,6 +254,7 @@ void bench(int n, bool shared) {
 }  // namespace
 
 int main() {
+  setvbuf(stdout, nullptr, _IONBF, 0);   // an error ends the process at once
   // Streams with queues of their own, and kernels loaded before any of them spins.
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);
   setenv("CUDA_MODULE_LOADING", "EAGER", 1);

@@ -96,11 +96,14 @@ impl State {
     }
 }
 
-/// One way of a word between healthy GPUs takes 0.6 to 1.5 us by public measurements on PCIe, and a fence and a poll up to 1 us; 14 us with peer access off.
+// Limits between what was measured on machines with RTX PRO 6000s that were well and on those that were not (github.com/local-inference-lab/rtx6kpro, hardware/ and
+// optimization/pcie-oneshot-allreduce.md).
+
+/// One way of a word between healthy GPUs takes 0.6 to 1.5 us on PCIe, and a fence and a poll up to 1 us; 14 us with peer access off.
 const STAGED_LATENCY_US: f64 = 5.0;
 /// A GPU gets 20 GB/s while all are busy, 6.5 GB/s on the worst healthy board known; 3 GB/s where the driver stages SM accesses through host memory.
 const STAGED_RATE: f64 = 5e9;
-/// Boards whose posted writes collapse were seen at 2.7 to 7 GB/s, with reads at 20 (all busy) to 53 GB/s (one alone).
+/// Boards whose posted writes collapse were seen at 2.7 to 7 GB/s (collapse-report.md), with reads at 20 (all busy) to 53 GB/s (one alone).
 const COLLAPSE_RATIO: f64 = 2.5;
 
 impl Pair {
@@ -124,7 +127,7 @@ impl Pair {
             }
             State::Staged => {
                 "; turn the IOMMU off, clear ACS on root ports and switches, and let the driver use peer access: \
-                 options nvidia NVreg_RegistryDwords=\"ForceP2P=0x11;RMForceP2PType=1;RMPcieP2PType=2\""
+                 options nvidia NVreg_RegistryDwords=\"ForceP2P=0x11;RMForceP2PType=1;RMPcieP2PType=2;GrdmaPciTopoCheckOverride=1;EnableResizableBar=1\""
             }
             State::Collapsed => "; a newer BIOS or driver may cure it, --collective pull avoids it",
         }
@@ -630,34 +633,43 @@ impl Bench<'_> {
             *ms = gpu.time(|| gpu.replay(&many))? as f64;
         }
         times.sort_by(f64::total_cmp);
-        let gave_up = link.check().err().map(|e| format!("{e:#}"));
-        self.slowest(gave_up, times[REPLAYS / 2] * 1e3 / calls)
+        let verdict = link.check().map_or_else(|e| Verdict::GaveUp(format!("{e:#}")), |()| Verdict::Right);
+        self.slowest(verdict, times[REPLAYS / 2] * 1e3 / calls)
     }
 
-    /// What is wrong with x after one call.
-    fn verdict(&self, n: usize) -> Result<Option<String>> {
+    /// Of x after one call.
+    fn verdict(&self, n: usize) -> Result<Verdict> {
         if let Err(e) = self.link.check() {
-            return Ok(Some(format!("{e:#}")));
+            return Ok(Verdict::GaveUp(format!("{e:#}")));
         }
         let found: Vec<f32> = self.link.gpu().download(self.x.at(0), n)?;
         let is_wrong = |i: &usize| found[*i].to_bits() != self.expected[*i].to_bits();
-        let n_wrong = (0..n).filter(is_wrong).count();
-        Ok((0..n).find(is_wrong).map(|i| {
-            let (row, column) = (i / self.dim, i % self.dim);
-            let (rank, gpu) = (self.link.rank, self.link.places[self.link.rank].ordinal);
-            format!(
-                "rank {rank} (GPU {gpu}): {n_wrong} of {n} sums are wrong, first row {row} column {column}: expected {}, found {}",
-                self.expected[i], found[i]
-            )
-        }))
+        let Some(i) = (0..n).find(is_wrong) else { return Ok(Verdict::Right) };
+        let (row, column, n_wrong) = (i / self.dim, i % self.dim, (0..n).filter(is_wrong).count());
+        let (rank, gpu) = (self.link.rank, self.link.places[self.link.rank].ordinal);
+        Ok(Verdict::Wrong(format!(
+            "rank {rank} (GPU {gpu}): {n_wrong} of {n} sums are wrong, first row {row} column {column}: expected {}, found {}",
+            self.expected[i], found[i]
+        )))
     }
 
-    /// The first rank's verdict, or the most microseconds of any.
-    fn slowest(&self, verdict: Option<String>, us: f64) -> Result<Result<f64, String>> {
+    /// The most microseconds of any rank, or what is wrong.
+    fn slowest(&self, verdict: Verdict, us: f64) -> Result<Result<f64, String>> {
         let all = gathered(self.link, &(verdict, us))?;
         let slowest = all.iter().fold(0f64, |most, (_, us)| most.max(*us));
-        Ok(all.into_iter().find_map(|(verdict, _)| verdict).map_or(Ok(slowest), Err))
+        Ok(match all.into_iter().map(|(verdict, _)| verdict).min() {
+            Some(Verdict::GaveUp(why) | Verdict::Wrong(why)) => Err(why),
+            _ => Ok(slowest),
+        })
     }
+}
+
+/// What one rank says. The least of all ranks' counts: sums are wrong on others after one rank gave up.
+#[derive(PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+enum Verdict {
+    GaveUp(String),
+    Wrong(String),
+    Right,
 }
 
 // ---- the file ----
