@@ -3,7 +3,7 @@
 //! Rank 0 runs on the caller's thread and its records are the answer; the others' must be the same. A call returns when rank 0 has done it; the
 //! others follow on their own, held together by the collectives in the passes. The first failure of any rank ends all of them: it is what the
 //! next call returns. Between ranks: comm.rs; what connects them: links.rs.
-use super::comm::{Link, Poison, Rendezvous, Threads};
+use super::comm::{self, Link, Poison, Rendezvous, Threads};
 use super::cuda;
 use super::device::Gpu;
 use super::links::{self, Collectives, Found};
