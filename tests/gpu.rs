@@ -212,6 +212,7 @@ fn o22_ranks_fail_in_time() {
     silent.collectives.link.fault = Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0, only: None });
     let error = Conductor::new(silent, one_more_gpu(0).unwrap(), &mut |_, _| {}).err().unwrap();
     check(error, &["rank 0 (GPU", "load", "no data from rank 1"], start);
+}
 
 /// Passes of random widths, drafted by the drafter and by a script, with ranks that fall behind each other: every token, every row of logits and what the cache
 /// holds stay those of plain decoding, and as many drafts are accepted as by one rank. VOLLEY_SOAK=N replays instead of 2,000.
@@ -229,8 +230,13 @@ fn ranks_soak() {
     let one = soak(&mut machine, &text, replays).unwrap();
     drop(machine);
     for count in [2, 8] {
-        let fresh =
-            || Conductor::new(ranks::setup(one_more_gpu, dir.path(), count, drafter.clone(), 256), one_more_gpu().unwrap(), &mut |_, _| {});
+        let fresh = || {
+            Conductor::new(
+                ranks::setup(one_more_gpu, gpus(), dir.path(), count, drafter.clone(), 256),
+                one_more_gpu(0).unwrap(),
+                &mut |_, _| {},
+            )
+        };
         let mut conductor = fresh().unwrap();
         let start = std::time::Instant::now();
         let soaked = conductor.each("soak", move |machine| {
