@@ -105,6 +105,8 @@ const STAGED_LATENCY_US: f64 = 5.0;
 const STAGED_RATE: f64 = 5e9;
 /// Boards whose posted writes collapse were seen at 2.7 to 7 GB/s (collapse-report.md), with reads at 20 (all busy) to 53 GB/s (one alone).
 const COLLAPSE_RATIO: f64 = 2.5;
+/// Faster stores are no collapse, whatever loads reach: NVLink loads 190 GB/s and stores 58 GB/s in 16-byte words (two H200).
+const COLLAPSE_RATE: f64 = 20e9;
 
 impl Pair {
     pub fn state(&self) -> State {
@@ -112,7 +114,9 @@ impl Pair {
         match self.latency_us {
             _ if is_off => State::Off,
             _ if self.same_gpu => State::SameGpu,
-            _ if self.load_rate >= STAGED_RATE && self.store_rate * COLLAPSE_RATIO < self.load_rate => State::Collapsed,
+            _ if self.load_rate >= STAGED_RATE && self.store_rate < COLLAPSE_RATE && self.store_rate * COLLAPSE_RATIO < self.load_rate => {
+                State::Collapsed
+            }
             Some(us) if us > STAGED_LATENCY_US => State::Staged,
             _ if self.load_rate.min(self.store_rate) < STAGED_RATE => State::Staged,
             _ => State::Healthy,
