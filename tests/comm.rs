@@ -48,8 +48,9 @@ fn ranks<T: Send>(n: usize, options: Options, body: impl Fn(&mut Link, &Gpu) -> 
                     let done = body(&mut link, &gpu);
                     if let Err(e) = &done {
                         meeting.fail(&format!("{e:#}"));
-                        // Every rank is to be poisoned, and one of them may still be on its way from the meeting.
-                        while poisons.lock().unwrap().len() < n {
+                        // Every rank is to be poisoned, and one of them may still be on its way from the meeting, or fail there.
+                        let start = Instant::now();
+                        while poisons.lock().unwrap().len() < n && start.elapsed() < Duration::from_secs(1) {
                             thread::yield_now();
                         }
                         poisons.lock().unwrap().iter().for_each(|p| p.poison());
@@ -194,7 +195,10 @@ fn a_rank_that_fails_ends_the_others() {
     });
     assert!(start.elapsed() < Duration::from_secs(10));
     for (rank, result) in results.into_iter().enumerate() {
-        gave_up(result, &[if rank == 1 { "out of memory" } else { "another rank failed" }]);
+        // The others learn of it in a kernel, or where they meet.
+        let line = format!("{:#}", result.as_ref().expect_err("it must fail"));
+        assert!(line.contains("out of memory") || (rank != 1 && line.contains("another rank failed")), "{line}");
+        gave_up(result, &[]);
     }
 }
 
@@ -302,7 +306,8 @@ fn the_tuner_does_not_choose_what_is_wrong() {
     }
     for (kind, wrong, words) in [
         (FaultKind::Flip, Push, "rank 2 (GPU 0): 12 of 96 sums are wrong, first row 0 column 3: expected "),
-        (FaultKind::Drop, TwoShot, "rank 2 (GPU 0): no data from rank 1"),
+        // Rank 2 waits for rank 1, and rank 0 for what rank 2 would make of it: either may give up first.
+        (FaultKind::Drop, TwoShot, "(GPU 0): no data from rank "),
     ] {
         let (tuned, failed): (Vec<Tuned>, Vec<Failed>) = tune(3, planted(kind, Some(wrong)));
         assert!(failed.len() == 1 && failed[0].algorithm == wrong && failed[0].why.contains(words), "{failed:?}");
