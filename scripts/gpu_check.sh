@@ -61,7 +61,7 @@ if wanted doctor; then
   verdict doctor "$(tail -1 "$logs/doctor.log")"; cat "$logs/doctor.log"
 fi
 if wanted tests; then
-  run tests 150 env ${model:+VOLLEY_MODEL="$model"} "$tests" --test-threads 1 --nocapture
+  run tests 260 env ${model:+VOLLEY_MODEL="$model"} "$tests" --test-threads 1 --nocapture
   skipped=$(grep -c 'skipped: ' "$logs/tests.log")
   grep -q 'skipped: no GPU' "$logs/tests.log" && code=1
   verdict tests "$(grep -o 'test result: [^;]*; [^;]*;' "$logs/tests.log") $skipped skipped"; grep -aE '^test |panicked|^(SmolLM2|8B|llama|qwen)' -A1 "$logs/tests.log" | cut -c1-220
