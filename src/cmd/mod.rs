@@ -22,6 +22,7 @@ use crate::model::config::Config;
 use crate::model::draft::DraftModel;
 use crate::model::plan::{self, Pass, Plan, Ranks, Storage};
 use crate::model::weights::{self, Table, Weights};
+pub use crate::text::shielded;
 use crate::text::Tokenizer;
 use anyhow::{bail, Context, Result};
 use std::fmt;
