@@ -1,9 +1,12 @@
 //! Help, usage errors, pipes, exit codes, signals and the terminal, on the real binary. What models make of it is in cases.rs.
 #[path = "support/binary.rs"]
 mod binary;
+#[path = "support/drafter.rs"]
+mod drafter;
 mod support;
 
 use binary::{finish, on, run, run_with, signal, volley, wait, Terminal};
+use drafter::D0;
 use serde_json::json;
 use std::io::Read;
 use std::path::Path;
@@ -208,6 +211,93 @@ fn drawn_seeds_are_printed_and_repeat() {
     assert_eq!(json.json().pop().unwrap()["seed"].to_string(), json.err.trim().strip_prefix("seed: ").unwrap());
     assert_ne!(answer(&["--seed", "1"]).out, answer(&["--seed", "2"]).out);
     assert!(on(model.path(), "run", &["-n", "2", "--json", "hi"], b"").json().pop().unwrap()["seed"].is_null());
+}
+
+/// 20 runs each, with one thread and with two, with drafts and without: one text.
+#[test]
+fn the_same_seed_gives_the_same_tokens_every_time() {
+    let dir = TempDir::new().unwrap();
+    let (model, drafter) = (dir.path().join("t0"), dir.path().join("d0"));
+    T0::new().write(&model);
+    D0::new().write(&drafter);
+    let drafter = drafter.to_str().unwrap();
+    let mut texts: Vec<Vec<u8>> = Vec::new();
+    for draft in ["none", "ngram", drafter, &format!("{drafter},ngram")] {
+        for run in 0..20 {
+            let args =
+                ["run", "-m", model.to_str().unwrap(), "--device", "cpu", "--draft", draft, "-n", "60", "-t", "1.5", "--top-p", "0.95"];
+            let mut command = volley(&[&args[..], &["--seed", "7", "--ignore-eos", "hi"]].concat());
+            texts.push(finish(command.env("RAYON_NUM_THREADS", if run % 2 == 0 { "1" } else { "2" }).spawn().unwrap()).expect(0).out);
+        }
+    }
+    assert!(texts[0].len() > 60 && texts.iter().all(|text| *text == texts[0]));
+}
+
+/// 10,000 tokens of chat with answers stopped by Ctrl-C, contexts that end and /clear, at random: scripts/long_chat.py says what must hold. The same on a
+/// GPU: scripts/gpu_check.sh.
+#[test]
+fn a_long_conversation_stays_as_it_began() {
+    let dir = TempDir::new().unwrap();
+    let (model, drafter) = (dir.path().join("t0"), dir.path().join("d0"));
+    T0::new().set("max_position_embeddings", 1024).write(&model);
+    D0::new().write(&drafter);
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/long_chat.py");
+    for (seed, draft) in [("1", "none".to_string()), ("2", format!("{},ngram", drafter.display()))] {
+        let mut command = Command::new("python3");
+        command.arg(&script).args([
+            env!("CARGO_BIN_EXE_volley"),
+            "--tokens",
+            "5000",
+            "--context",
+            "1024",
+            "--checks",
+            "10",
+            "--seed",
+            seed,
+        ]);
+        command.args(["--draft", &draft, "--model"]).arg(&model);
+        let done = command.output().unwrap();
+        let said = String::from_utf8_lossy(&done.stdout);
+        assert!(done.status.success(), "{said}{}", String::from_utf8_lossy(&done.stderr));
+        println!("{said}");
+        for words in [" stopped, ", " to the end of the context, ", "10 answers equal"] {
+            assert!(said.contains(words) && !said.contains(&format!(" 0{words}")), "{said}");
+        }
+    }
+}
+
+/// Time of processors that the process has used, in ticks of 10 ms.
+fn ticks(child: &std::process::Child) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
+    let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
+    fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+}
+
+/// At the prompt nothing runs: not after the start, not after an answer, at a terminal or a pipe.
+#[test]
+fn idle_uses_no_processor() {
+    let model = t0();
+    let mut terminal = chat_terminal(model.path());
+    let rest = |child: &std::process::Child| {
+        std::thread::sleep(Duration::from_millis(200));
+        let before = ticks(child);
+        std::thread::sleep(Duration::from_secs(2));
+        ticks(child) - before
+    };
+    assert!(rest(&terminal.child) <= 1);
+    let before = ticks(&terminal.child);
+    terminal.send("hi\r");
+    terminal.expect("tok/s");
+    terminal.expect("> ");
+    assert!(ticks(&terminal.child) > before, "an answer takes time, and it is seen");
+    assert!(rest(&terminal.child) <= 1);
+    terminal.send("\x04");
+    assert_eq!(terminal.end().1, Some(0));
+    let mut child = volley(&["chat", "--json", "-m", path(&model)]).stdin(Stdio::piped()).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(rest(&child) <= 1);
+    drop(child.stdin.take());
+    finish(child).expect(0);
 }
 
 #[test]

@@ -170,7 +170,10 @@ impl Model {
         let start = Instant::now();
         let verbose = options.verbose > 0;
         cpu::compute_on_this_thread();
-        // Before anything is read: a machine that cannot run it says so at once.
+        // Files that are absent or cut are found before a GPU is opened, a GPU that cannot run them before a weight is read.
+        let config = Config::open(dir)?;
+        let read = if options.no_mmap { Read::Plain } else { Read::Auto };
+        let checkpoint = if options.random { None } else { Some(Checkpoint::open(dir, read)?) };
         let gpus = rank_gpus(options)?;
         let ranks = Ranks { rank: 0, count: gpus.len() };
         let gpu = match options.device {
@@ -179,10 +182,7 @@ impl Model {
             Device::Auto if ranks.count == 1 => gpu::open(gpus[0]).map_err(|e| format!("{e:#}")),
             Device::Auto | Device::Cuda => Ok(gpu::open(gpus[0])?),
         };
-        let config = Config::open(dir)?;
         let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
-        let read = if options.no_mmap { Read::Plain } else { Read::Auto };
-        let checkpoint = if options.random { None } else { Some(Checkpoint::open(dir, read)?) };
         let weights = checkpoint.as_ref().map(|checkpoint| weights::claim(&table, &config, checkpoint)).transpose()?;
         let stored = checkpoint.as_ref().map_or("random weights".to_string(), Checkpoint::to_string);
         let draft = options.draft.clone().unwrap_or_else(|| default_draft(dir, !options.random));
