@@ -10,6 +10,7 @@ import json
 import os
 import queue
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -31,15 +32,9 @@ class Chat:
 
     def __init__(self, command):
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        self.lines, self.out, self.more = queue.Queue(), bytearray(), threading.Condition()
-        threading.Thread(target=self._read_out, daemon=True).start()
+        self.lines, self.out = queue.Queue(), bytearray()
+        os.set_blocking(self.process.stdout.fileno(), False)
         threading.Thread(target=self._read_err, daemon=True).start()
-
-    def _read_out(self):
-        while piece := os.read(self.process.stdout.fileno(), 65536):
-            with self.more:
-                self.out += piece
-                self.more.notify_all()
 
     def _read_err(self):
         for line in self.process.stderr:
@@ -59,10 +54,21 @@ class Chat:
             fail(f"the program ended with {self.process.wait()}")
         return line
 
+    def said(self):
+        """All of stdout so far. An answer's text is in the pipe, which holds more than any, before the lines of stderr behind it."""
+        try:
+            while piece := os.read(self.process.stdout.fileno(), 65536):
+                self.out += piece
+        except BlockingIOError:
+            pass
+        return self.out
+
     def wait_for_bytes(self, n):
-        with self.more:
-            if not self.more.wait_for(lambda: len(self.out) >= n, timeout=LIMIT):
+        while len(self.said()) < n:
+            if not select.select([self.process.stdout], [], [], LIMIT)[0]:
                 fail(f"nothing was said for {LIMIT} s")
+            if self.process.poll() is not None:
+                fail(f"the program ended with {self.process.returncode}")
 
     def resident(self):
         with open(f"/proc/{self.process.pid}/statm") as f:
@@ -113,7 +119,7 @@ def main():
     start = time.monotonic()
     while tokens < args.tokens:
         text = " ".join(rng.choices(WORDS, k=rng.randint(1, 12)))
-        before = len(chat.out)
+        before = len(chat.said())
         chat.say(text)
         line = chat.line()
         if line.startswith("error: the context is full"):  # the message was not answered, and is no part of the conversation
@@ -146,11 +152,11 @@ def main():
         else:
             fail(f"unexpected: {line}")
         if prompt is not None:
-            # All of the answer has come: the line break behind it as well.
+            # With what /stats says all of the answer has come, the line break behind it as well.
             chat.say("/stats")
             while not chat.line().endswith(f"context of {args.context} tokens"):
                 pass
-            said = bytes(chat.out[before:]).decode()
+            said = bytes(chat.said()[before:]).decode()
             messages.append({"role": "assistant", "content": said, "cut": True})
         if prompt is None or rng.random() < 0.15:
             chat.say("/clear")
