@@ -76,6 +76,32 @@ fn bytes(text: &[u8]) -> Vec<u32> {
     text.iter().map(|&b| b.into()).collect()
 }
 
+/// docs/cases.md has all cases, and names tests that exist.
+#[test]
+fn the_table_of_cases_is_true() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let table = fs::read_to_string(root.join("docs/cases.md")).unwrap();
+    let (mut folders, mut sources) = (vec![root.join("tests"), root.join("src")], String::new());
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+            if entry.is_dir() {
+                folders.push(entry);
+            } else if entry.extension().is_some_and(|end| end == "rs") {
+                sources += &fs::read_to_string(entry).unwrap();
+            }
+        }
+    }
+    for case in 1..=25 {
+        assert!(table.contains(&format!("\n| O{case:02} ")), "O{case:02} is not in the table");
+    }
+    let is_test = |name: &&str| name.contains('_') && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_');
+    let named: Vec<&str> = table.split('`').skip(1).step_by(2).filter(is_test).collect();
+    assert!(named.len() > 80, "{named:?}");
+    for name in named {
+        assert!(sources.contains(&format!("fn {name}(")), "no test {name}");
+    }
+}
+
 #[test]
 fn o01_a_damaged_shard_does_not_load() {
     let check = |change: &dyn Fn(&Path), words: &[&str]| {

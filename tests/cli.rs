@@ -52,12 +52,55 @@ fn help_goes_to_stdout() {
     let version = run(&["--version"]).expect(0);
     assert!(version.text().starts_with(&format!("volley {}", env!("CARGO_PKG_VERSION"))));
     // What runs on which chip: machine code and portable code, or why there is none.
-    assert!(version.text().contains("\nkernels: "), "{}", version.text());
+    assert!(version.text().contains("\nkernels: ") && version.text().contains("\nNCCL: "), "{}", version.text());
     assert!(
         version.text().contains("sm_90a") && version.text().contains("portable code") || version.text().contains("no nvcc"),
         "{}",
         version.text()
     );
+}
+
+/// Every flag that --help has is in every script, and the shells accept the scripts.
+#[test]
+fn completions_of_every_flag() {
+    let dir = TempDir::new().unwrap();
+    for (shell, check) in [("bash", &["bash", "-n"] as &[&str]), ("zsh", &["zsh", "-n"]), ("fish", &["fish", "--no-execute"])] {
+        let script = run(&["completions", shell]).expect(0);
+        let (script, file) = (script.text(), dir.path().join(shell));
+        std::fs::write(&file, script).unwrap();
+        match Command::new(check[0]).args(&check[1..]).arg(&file).status() {
+            Ok(status) => assert!(status.success(), "{shell} does not accept it"),
+            Err(_) => eprintln!("skipped: no {shell} to check its completions with"),
+        }
+        let mut seen = 0;
+        for command in COMMANDS.iter().chain(&["doctor"]) {
+            let help = run(&[command, "--help"]).expect(0);
+            let words = help.text().lines().map(str::trim_start).filter(|line| line.starts_with('-')).flat_map(|line| {
+                line.split_whitespace().map(|word| word.trim_end_matches(',')).take_while(|word| word.starts_with('-')).collect::<Vec<_>>()
+            });
+            for flag in words.filter(|flag| !["-h", "--help"].contains(flag)) {
+                let fish = flag.strip_prefix("--").map_or_else(|| format!(" -s {}", &flag[1..]), |long| format!(" -l {long}"));
+                assert!(script.contains(if shell == "fish" { &fish } else { flag }), "{shell} has no {flag} of {command}");
+                seen += 1;
+            }
+        }
+        assert!(seen > 80, "only {seen} flags found");
+    }
+    // As bash asks it: words so far, and which of them the cursor is on.
+    let complete = |words: &[&str]| {
+        let script = format!(
+            "source {}; COMP_WORDS=({}); COMP_CWORD={}; _volley; echo \"${{COMPREPLY[@]}}\"",
+            dir.path().join("bash").display(),
+            words.join(" "),
+            words.len() - 1
+        );
+        String::from_utf8(Command::new("bash").args(["-c", &script]).output().unwrap().stdout).unwrap().trim().to_string()
+    };
+    assert_eq!(complete(&["volley", "d"]), "doctor");
+    assert_eq!(complete(&["volley", "run", "--device", "c"]), "cpu cuda");
+    assert_eq!(complete(&["volley", "bench", "--wi"]), "--widths");
+    assert_eq!(complete(&["volley", "completions", "z"]), "zsh");
+    run(&["completions", "tcsh"]).expect_error(2, &["tcsh", "bash, zsh or fish"]);
 }
 
 #[test]

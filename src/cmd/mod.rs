@@ -38,9 +38,10 @@ pub const COMMIT: &str = match option_env!("VOLLEY_COMMIT") {
 
 const DEFAULT_MODEL: &str = "models/smollm2-135m-instruct";
 
-/// Name, version, commit, and the kernels inside.
+/// Name, version, commit, the kernels inside, and which NCCL.
 pub fn version() -> String {
-    format!("volley {} ({COMMIT})\nkernels: {}", env!("CARGO_PKG_VERSION"), gpu::fatbins::built_with())
+    let (kernels, nccl) = (gpu::fatbins::built_with(), nccl::Library::built_with());
+    format!("volley {} ({COMMIT})\nkernels: {kernels}\nNCCL: {nccl}", env!("CARGO_PKG_VERSION"))
 }
 
 /// Without `--context`, KV caches on the CPU stay below this.
