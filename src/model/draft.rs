@@ -515,7 +515,7 @@ fn taps(c: &DraftConfig, target: &Config) -> Result<(Vec<usize>, String)> {
         2 => false,
         _ => c.dialect == Dialect::Plain,
     };
-    let taps: Vec<usize> = ids.iter().map(|id| id + outputs as usize).collect();
+    let taps: Vec<usize> = ids.iter().map(|id| id.saturating_add(outputs as usize)).collect();
     if let Some(tap) = taps.iter().find(|tap| !(1..=n).contains(*tap)) {
         return Err(mismatch(key, format!("{ids:?}, entry of layer {tap}"), format!("{n} layers")));
     }
