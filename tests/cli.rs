@@ -366,6 +366,18 @@ fn bench_rows() {
     assert_eq!(bytes(2) - bytes(0), (30 * 4 * 2 * 2 * 16 * 4) as f64);
     let hash = |i: usize| json[i]["tokens_hash"].clone();
     assert!(hash(0) != hash(1));
+    // Pictures of it.
+    let done = on(model.path(), "bench", &[&args[..], &["--widths", "1,2,8", "--json"]].concat(), b"").expect(0);
+    std::fs::write(model.path().join("bench.jsonl"), done.out).unwrap();
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/plot_bench.py");
+    let plot =
+        |file: &str| Command::new("python3").arg(&script).arg(model.path().join(file)).arg("--out").arg(model.path()).output().unwrap();
+    assert!(plot("bench.jsonl").status.success());
+    for (file, words) in [("latency_by_depth.svg", "Time of a token by depth"), ("cost_by_width.svg", "rows verified together")] {
+        let svg = std::fs::read_to_string(model.path().join(file)).unwrap();
+        assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n") && svg.contains(words) && svg.contains("<polyline"), "{svg}");
+    }
+    assert!(!plot("config.json").status.success());
     let text = on(model.path(), "bench", &args, b"").expect(0);
     let rows: Vec<&str> = text.text().lines().collect();
     assert_eq!(rows.len(), 6, "{rows:?}");
