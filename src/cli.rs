@@ -543,7 +543,7 @@ fn completions(shell: Shell) -> String {
         "--nccl" | "--weights" | "--prompts" => Values::File,
         "--device" => Values::Words(&["auto", "cpu", "cuda"]),
         "--collective" => Values::Words(&collectives),
-        "--draft" => Values::Words(&["none", "ngram", "mtp"]),
+        "--draft" => Values::WordsOrFolder(&["none", "ngram", "mtp"]),
         "--draft-tokens" => Values::Words(&["auto", "1", "2", "3", "4", "5", "6", "7"]),
         "completions" => Values::Words(&["bash", "zsh", "fish"]),
         _ => Values::Any,

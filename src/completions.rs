@@ -7,6 +7,7 @@ pub enum Values<'a> {
     Folder,
     File,
     Words(&'a [&'a str]),
+    WordsOrFolder(&'a [&'a str]),
     Any,
 }
 
@@ -30,6 +31,7 @@ impl Program<'_> {
                 Values::Folder => "COMPREPLY=($(compgen -d -- \"$current\")); ".into(),
                 Values::File => "COMPREPLY=($(compgen -f -- \"$current\")); ".into(),
                 Values::Words(words) => format!("COMPREPLY=($(compgen -W '{}' -- \"$current\")); ", words.join(" ")),
+                Values::WordsOrFolder(words) => format!("COMPREPLY=($(compgen -d -W '{}' -- \"$current\")); ", words.join(" ")),
                 Values::Any => String::new(),
             };
             let _ = writeln!(out, "    {}) {reply}return ;;", spellings(flag).join("|"));
@@ -69,6 +71,10 @@ impl Program<'_> {
                     (true, Values::Folder) => ":folder:_files -/".into(),
                     (true, Values::File) => ":file:_files".into(),
                     (true, Values::Words(words)) => format!(":value:({})", words.join(" ")),
+                    (true, Values::WordsOrFolder(words)) => {
+                        format!(":value or folder:_alternative 'value:value:({})' 'folder:folder:_files -/'", words.join(" "))
+                            .replace('\'', "\"")
+                    }
                     (true, Values::Any) => ":value: ".into(),
                 };
                 for spelling in spellings(flag) {
@@ -104,6 +110,9 @@ impl Program<'_> {
                     (true, Values::Folder) => " -x -a '(__fish_complete_directories)'".into(),
                     (true, Values::File) => " -r -F".into(),
                     (true, Values::Words(words)) => format!(" -x -a {}", quoted(&words.join(" "))),
+                    (true, Values::WordsOrFolder(words)) => {
+                        format!(" -x -a {}", quoted(&format!("{} (__fish_complete_directories)", words.join(" "))))
+                    }
                     (true, Values::Any) => " -x".into(),
                 };
                 let long = flag.long.trim_start_matches("--");

@@ -100,6 +100,8 @@ fn completions_of_every_flag() {
     assert_eq!(complete(&["volley", "run", "--device", "c"]), "cpu cuda");
     assert_eq!(complete(&["volley", "bench", "--wi"]), "--widths");
     assert_eq!(complete(&["volley", "completions", "z"]), "zsh");
+    assert_eq!(complete(&["volley", "run", "--draft", "ng"]), "ngram");
+    assert_eq!(complete(&["volley", "run", "-m", path(&dir)]), path(&dir));
     run(&["completions", "tcsh"]).expect_error(2, &["tcsh", "bash, zsh or fish"]);
 }
 
