@@ -84,6 +84,8 @@ fn variable(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|value| value.parse().unwrap_or_else(|_| panic!("{name}={value}: expected a number")))
 }
 
+type Target = Box<dyn FnMut(&[u8]) -> anyhow::Result<()> + Send>;
+
 struct Worker {
     name: String,
     format: Format,
@@ -104,7 +106,7 @@ struct Worker {
     failures: Vec<String>,
     /// Accepted, refused.
     inputs: [u64; 2],
-    target: Box<dyn FnMut(&[u8]) -> anyhow::Result<()> + Send>,
+    target: Target,
 }
 
 impl Worker {
@@ -290,7 +292,10 @@ impl Worker {
             6 => "a".repeat(self.random.below(3000)).into(),
             7 => self.random.pick(&self.words).clone().into(),
             8 => vec![0; self.random.below(300)].into(),
-            _ => serde_json::from_str(*self.random.pick(&NUMBERS)).unwrap_or(Value::Null),
+            _ => {
+                let number: &str = self.random.pick(&NUMBERS);
+                serde_json::from_str(number).unwrap_or(Value::Null)
+            }
         }
     }
 }
