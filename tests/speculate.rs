@@ -982,7 +982,7 @@ fn the_drafter_beside_a_model_is_used_and_changes_no_text() {
     assert!(row["plain_tokens_per_s"].as_f64().unwrap() > 0.0 && row["speculative_tokens_per_s"].as_f64().unwrap() > 0.0);
     let table = binary::on(t0_dir, "bench", &["--prompts", prompts, "-g", "30"], b"").expect(0);
     assert!(
-        ["prompts.jsonl", "plain", "speculative", "ratio", "draft", "verify", "host", "break-even", "verify of 1 to 8 rows"]
+        ["prompts.jsonl", "plain tok/s", "spec. tok/s", "ratio", "; host ", "break-even", "draft pass of", "verify of 1 to 8 rows"]
             .iter()
             .all(|word| table.text().contains(word)),
         "{}",
