@@ -293,7 +293,7 @@ impl Worker {
             7 => self.random.pick(&self.words).clone().into(),
             8 => vec![0; self.random.below(300)].into(),
             _ => {
-                let number: &str = self.random.pick(&NUMBERS);
+                let number = *self.random.pick(&NUMBERS);
                 serde_json::from_str(number).unwrap_or(Value::Null)
             }
         }
