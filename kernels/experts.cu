@@ -1,46 +1,127 @@
-// Feed-forward layers of experts for 1 to 16 rows of a pass: route chooses, experts_up and experts_down stream the weights of every expert that some row wants, once.
+// Feed-forward layers of experts for 1 to 16 rows of a pass, three kernels that stream the weights of every expert that some row wants, once:
 //
-// Width does not show in the bits: an expert's product with a row is a column of the mma, summed over K in 32-k segments in order (K of an expert is small, and what
-// is large is cut as linear.cu cuts it); a row adds its experts in ascending order and the shared one last, whatever other rows want.
+//   router         sums of the router's weights; K is cut over blocks, since there are few experts to hand out
+//   experts_up     every block chooses the experts of all rows for itself (a kernel of its own for that is a microsecond of launch and one of waiting), while the shared
+//                  expert's weights are under way; then silu(gate) * up. A block takes 16-row tiles, its warps split K as in linear.cu
+//   experts_down   a block owns outputs of all rows; its warps take the experts in turn; sums meet in shared memory
 //
-//   route         scores, groups, top-k, weights; and the list of work (params.h, ExpertWork)
-//   experts_up    silu(gate) * up. As linear.cu: a block takes a 16-row tile of one expert, its warps split K
-//   experts_down  a block owns 16 outputs of all rows; its warps take the experts in turn; sums meet in shared memory
-#include <type_traits>
+// Width does not show in the bits: an expert's product with a row is a column of the mma, summed in an order that the weight alone decides; a row adds its experts in
+// ascending order and the shared one last, whatever other rows want.
+// Weights come through L2: a warp asks it for its whole run of a tile at once and reads behind with few registers.
 #include "format.cuh"
 #include "linear_row.cuh"
-#include "sample.cuh"
 
 namespace {
 
-constexpr int kRouteThreads = 512, kExpertThreads = 256, kExpertWarps = kExpertThreads / 32;
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+
+// Where a lane's float4 lies among 32 of a tile's sums, so that lanes store and adders (below) read without bank conflicts: as in linear.cu.
+__device__ __forceinline__ int sum_slot(int g, int t) { return t * 8 + ((g + 2 * t) & 7); }
+// The sum that a thread of four warps adds up: row `n` of the tile, and column of the mma.
+struct Adder {
+  int column, n, at;   // at: in floats, within a tile's 32 float4
+  __device__ __forceinline__ Adder(int thread) {
+    const int quarter = thread >> 5 & 3, g = (thread & 31) >> 2;
+    column = (thread >> 7) * 8 + 2 * quarter + (thread & 1);
+    n = g + 8 * (thread >> 1 & 1);
+    at = (quarter * 8 + ((g + 2 * quarter) & 7)) * 4 + (thread & 3);
+  }
+};
+__device__ __forceinline__ int rows_in_use(const int* n_rows, int first_row, int rows) { return n_rows ? max(0, min(*n_rows - first_row, rows)) : rows; }
+
+// ---- router ----
+// K is cut into 64 runs; block y has runs 16 y ..  16 y + 15, one a warp, and adds them in order.
+template <int kColumns> __device__ __forceinline__ void router(const RouterParams& p) {
+  constexpr int kAhead = kColumns == 1 ? 4 : 2;
+  SHARED(float4, partial, [kWarps][kColumns][32]);
+  pdl_launch_dependents();
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int k_blocks = k_blocks_of(p.k), run = (k_blocks + kRouterSplits * kWarps - 1) / (kRouterSplits * kWarps);
+  const int first = min((int)(blockIdx.y * kWarps + warp) * run, k_blocks), n = min(run, k_blocks - first);
+  const char* weights = reinterpret_cast<const char*>(p.weights) + ((size_t)blockIdx.x * k_blocks + first) * Bf16::kBlockBytes + lane * Bf16::kLaneBytes;
+  Bf16::Held held[kAhead];
+#pragma unroll
+  for (int u = 0; u < kAhead; u++) if (u < n) Bf16::load(held[u], weights + u * Bf16::kBlockBytes, nullptr, lane);
+  pdl_wait();
+  float acc[kColumns][4] = {};
+  for (int b = 0; b < n; b += kAhead) {
+#pragma unroll
+    for (int u = 0; u < kAhead; u++) {
+      if (b + u >= n) break;
+#pragma unroll
+      for (int c = 0; c < kColumns; c++) {
+        const int row = c * 8 + g, k = (first + b + u) * 32 + 8 * t;
+        const uint4 in = row < p.rows && k < p.k ? load_activations(reinterpret_cast<const uint4*>(p.x + (size_t)row * p.x_stride + k)) : make_uint4(0, 0, 0, 0);
+        Bf16::multiply(acc[c], held[u], in);
+      }
+      if (b + u + kAhead < n) Bf16::load(held[u], weights + (b + u + kAhead) * Bf16::kBlockBytes, nullptr, lane);
+    }
+  }
+  prefetch_next(p.next);
+#pragma unroll
+  for (int c = 0; c < kColumns; c++) store_shared(shared_address(&partial[warp][c][sum_slot(g, t)]), acc[c]);
+  __syncthreads();
+  if (threadIdx.x >= kColumns * 128) return;
+  const Adder a(threadIdx.x);
+  const int e = blockIdx.x * 16 + a.n;
+  float sum = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; w++) sum = __fadd_rn(sum, reinterpret_cast<const float*>(partial[w][threadIdx.x >> 7])[a.at]);
+  if (a.column < p.rows && e < p.n_experts) p.sums[((size_t)blockIdx.y * p.rows + a.column) * p.n_experts + e] = sum;
+}
 
 // ---- route ----
-__device__ __forceinline__ void route_body(const RouteParams& p) {
-  pdl_launch_dependents();
-  SHARED(float, score, [kExpertRows][kMaxExperts]);
-  SHARED(unsigned short, chosen, [kExpertRows][kMaxChosen]);
-  SHARED(unsigned, first_of_warp, [kRouteThreads / 32]);
-  SHARED(unsigned, wanting, [kMaxExperts]);
-  SHARED(unsigned char, slot_of, [kExpertRows][kMaxExperts]);
-  pdl_wait();
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int rows = max(0, min(p.n_rows ? *p.n_rows - p.first_row : p.rows, p.rows)), E = p.n_experts;
-  const int group = E / p.n_groups;
-  const int row = warp;
+template <int kRows> struct Chosen {
+  unsigned short wanting[kMaxExperts];          // by expert: a bit for each row that wants it
+  unsigned char slot_of[kRows][kMaxExperts];    // where an expert stands among its row's
+  unsigned short expert[kRows * kMaxChosen];    // those that somebody wants, ascending
+  int n;
+};
+// Whose order is that of the numbers; greater than 0 for every number but -NaN.
+__device__ __forceinline__ unsigned ordered(float x) {
+  const unsigned u = __float_as_uint(__fadd_rn(x, 0.0f));
+  return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+// For all rows in use: their experts, as a block sees them. A call, not inlined: its registers are not those of the streams around it.
+// `score` is shared memory, [kRows][n_experts], free again afterwards. Ends with a barrier.
+template <int kRows> __device__ __noinline__ void route(const ExpertParams& ep, int rows, float* score, float* inverse, Chosen<kRows>& chosen, bool leaves_work) {
+  const RouteParams& p = ep.route;
+  SHARED(unsigned, first_of_warp, [kWarps]);
+  constexpr int kMine = kMaxExperts / 32;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = warp, E = p.n_experts, group = E / p.n_groups;
+  for (int i = threadIdx.x; i < rows * E; i += kThreads) {
+    float part[kRouterSplits];
+#pragma unroll
+    for (int s = 0; s < kRouterSplits; s++) part[s] = load_activation(p.sums + (size_t)s * ep.rows * E + i);
+    score[i] = __fadd_rn(__fadd_rn(__fadd_rn(part[0], part[1]), part[2]), part[3]);
+  }
+  static_assert(kRouterSplits == 4, "the sum above");
+  chosen.wanting[threadIdx.x] = 0;
+  if (row < rows) {   // 1/rms of the row
+    const int tiles = ep.k / 16;
+    const float* squares = ep.squares + (size_t)row * tiles;
+    float sum = 0;
+    for (int tile = lane; tile < tiles; tile += 32) sum = __fadd_rn(sum, load_activation(squares + tile));
+    sum = warp_sum(sum);
+    if (lane == 0) inverse[row] = inverse_rms(sum, ep.k, ep.eps);
+  }
+  __syncthreads();
   if (row < rows) {
-    const float* logits = p.logits + (size_t)row * E;
+    float* mine = score + row * E;   // lane: experts lane, lane + 32, ..
+    const float inv = inverse[row];
     float best = -INFINITY, sum = 0;
     if (p.softmax) {
-      for (int e = lane; e < E; e += 32) best = fmaxf(best, logits[e]);
+      for (int e = lane; e < E; e += 32) best = fmaxf(best, __fmul_rn(mine[e], inv));
       best = warp_max(best);
-      for (int e = lane; e < E; e += 32) sum = __fadd_rn(sum, __expf(__fsub_rn(logits[e], best)));
-      sum = warp_sum(sum);
     }
-    for (int e = lane; e < E; e += 32)
-      score[row][e] = p.softmax ? __fdiv_rn(__expf(__fsub_rn(logits[e], best)), sum) : __fdiv_rn(1.0f, __fadd_rn(1.0f, __expf(-logits[e])));
+    for (int e = lane; e < E; e += 32) {
+      const float logit = __fmul_rn(mine[e], inv), s = p.softmax ? __expf(__fsub_rn(logit, best)) : __fdiv_rn(1.0f, __fadd_rn(1.0f, __expf(-logit)));
+      sum = __fadd_rn(sum, s);
+      mine[e] = s;
+    }
+    if (p.softmax) sum = warp_sum(sum);
     __syncwarp();
-    const auto biased = [&](int e) { return p.bias ? __fadd_rn(score[row][e], p.bias[e]) : score[row][e]; };
+    const auto biased = [&](int e) { return p.bias ? __fadd_rn(mine[e], p.bias[e]) : mine[e]; };   // a row's softmax has one divisor, which changes no order
     unsigned kept = ~0u;   // bit per group
     if (p.n_groups > 1) {
       float first = -INFINITY, second = -INFINITY;   // of group `lane`
@@ -50,295 +131,378 @@ __device__ __forceinline__ void route_body(const RouteParams& p) {
           second = fmaxf(second, fminf(first, c));
           first = fmaxf(first, c);
         }
-      const float mine = lane < p.n_groups ? __fadd_rn(first, second) : -INFINITY;
+      const float both = lane < p.n_groups ? __fadd_rn(first, second) : -INFINITY;
       int better = 0;
       for (int other = 0; other < p.n_groups; other++) {
-        const float theirs = __shfl_sync(0xffffffffu, mine, other);
-        better += theirs > mine || (theirs == mine && other < lane);
+        const float theirs = __shfl_sync(0xffffffffu, both, other);
+        better += theirs > both || (theirs == both && other < lane);
       }
       kept = __ballot_sync(0xffffffffu, lane < p.n_groups && better < p.top_groups);
     }
-    // The k best, one by one; a lane keeps the keys of experts lane, lane + 32, ..
-    u64 keys[kMaxExperts / 32];
+    unsigned key[kMine];
 #pragma unroll
-    for (int i = 0; i < kMaxExperts / 32; i++) {
+    for (int i = 0; i < kMine; i++) {
       const int e = lane + i * 32;
-      keys[i] = e < E && (p.n_groups == 1 || kept >> e / group & 1) ? preference(biased(e), e) : 0;
+      key[i] = e < E && (p.n_groups == 1 || kept >> e / group & 1) ? ordered(biased(e)) : 0;
     }
-    unsigned mine = 0;
+    // The k best, one by one, of equals the lowest; lane i keeps the i-th.
+    unsigned its = 0;
     for (int i = 0; i < p.top_k; i++) {
-      u64 best_key = 0;
+      unsigned largest = 0, at = 0;
 #pragma unroll
-      for (int j = 0; j < kMaxExperts / 32; j++) best_key = larger(best_key, keys[j]);
-      best_key = warp_max(best_key);
+      for (int j = 0; j < kMine; j++) if (key[j] > largest) { largest = key[j]; at = j; }
+      const unsigned top = warp_largest(largest), e = warp_smallest(largest == top ? lane + at * 32 : 0xffffffffu);
 #pragma unroll
-      for (int j = 0; j < kMaxExperts / 32; j++) if (keys[j] == best_key) keys[j] = 0;
-      if (lane == i) mine = id_of(best_key);
+      for (int j = 0; j < kMine; j++) if (e == (unsigned)(lane + j * 32)) key[j] = 0;
+      if (lane == i) its = min(e, (unsigned)E - 1);
     }
     int place = 0;
-    for (int i = 0; i < p.top_k; i++) place += __shfl_sync(0xffffffffu, mine, i) < mine;
-    if (lane < p.top_k) chosen[row][place] = (unsigned short)mine;
-    __syncwarp();
-    float total = 1;
+    for (int i = 0; i < p.top_k; i++) place += __shfl_sync(0xffffffffu, its, i) < its;
+    // From here on lane i has the i-th in ascending order.
+    unsigned expert = 0;
+    for (int i = 0; i < p.top_k; i++) {
+      const int at = __shfl_sync(0xffffffffu, place, i);
+      const unsigned e = __shfl_sync(0xffffffffu, its, i);
+      if (at == lane) expert = e;
+    }
+    float s = lane < p.top_k ? mine[expert] : 0, total = 1;
+    if (p.softmax) s = __fdiv_rn(s, sum);
     if (p.normalised) {
       total = 0;
-      for (int i = 0; i < p.top_k; i++) total = __fadd_rn(total, score[row][chosen[row][i]]);
+      for (int i = 0; i < p.top_k; i++) total = __fadd_rn(total, __shfl_sync(0xffffffffu, s, i));
       total = __fadd_rn(total, 1e-20f);
     }
-    if (lane < p.top_k) p.work->weight[row][lane] = __fmul_rn(__fdiv_rn(score[row][chosen[row][lane]], total), p.scale);
+    if (lane < p.top_k) {
+      chosen.slot_of[row][expert] = (unsigned char)lane;
+#ifdef CPU_SHIM
+      chosen.wanting[expert] |= 1u << row;
+#else
+      atomicOr(reinterpret_cast<unsigned*>(chosen.wanting) + expert / 2, 1u << (row + expert % 2 * 16));
+#endif
+      if (leaves_work) p.work->weight[row][lane] = __fmul_rn(__fdiv_rn(s, total), p.scale);
+    }
   }
   __syncthreads();
-  // Who wants expert `threadIdx.x`: a bit for each row, and where it stands among that row's.
-  wanting[threadIdx.x] = 0;
-  __syncthreads();
-  if (row < rows && lane < p.top_k) {
-    atomicOr(&wanting[chosen[row][lane]], 1u << row);
-    slot_of[row][chosen[row][lane]] = (unsigned char)lane;
-  }
-  __syncthreads();
-  const unsigned by = wanting[threadIdx.x];
-  const unsigned wanted = __ballot_sync(0xffffffffu, by != 0);
+  // Thread: an expert.
+  const unsigned by = chosen.wanting[threadIdx.x], wanted = __ballot_sync(0xffffffffu, by != 0);
   if (lane == 0) first_of_warp[warp] = __popc(wanted);
   __syncthreads();
   int at = __popc(wanted & ((1u << lane) - 1)), n = 0;
-  for (int w = 0; w < kRouteThreads / 32; w++) {
+#pragma unroll
+  for (int w = 0; w < kWarps; w++) {
     if (w < warp) at += first_of_warp[w];
     n += first_of_warp[w];
   }
-  if (by) {
-    ExpertItem& item = p.work->item[at];
-    item.expert = threadIdx.x;
-    item.n = __popc(by);
-    int j = 0;
-    for (unsigned rest = by; rest; rest &= rest - 1, j++) {
-      const int r = __ffs(rest) - 1;
-      item.row[j] = (unsigned char)r;
-      item.slot[j] = slot_of[r][threadIdx.x];
+  if (by) chosen.expert[at] = (unsigned short)threadIdx.x;
+  if (threadIdx.x == 0) chosen.n = n;
+  if (leaves_work) {
+    const bool shared = ep.shared.dim > 0 && rows > 0;
+    if (by || (threadIdx.x == 0 && shared)) {
+      if (by) {
+        ExpertItem& item = p.work->item[at];
+        item.expert = threadIdx.x;
+        item.n = __popc(by);
+        int j = 0;
+        for (unsigned rest = by; rest; rest &= rest - 1, j++) {
+          const int r = __ffs(rest) - 1;
+          item.row[j] = (unsigned char)r;
+          item.slot[j] = chosen.slot_of[r][threadIdx.x];
+        }
+      }
+      if (threadIdx.x == 0 && shared) {
+        ExpertItem& item = p.work->item[n];
+        item.expert = -1;
+        item.n = rows;
+        for (int r = 0; r < rows; r++) { item.row[r] = (unsigned char)r; item.slot[r] = (unsigned char)p.top_k; }
+      }
+    }
+    if (threadIdx.x == 0) {
+      p.work->n_routed = n;
+      p.work->n_items = n + shared;
     }
   }
-  if (threadIdx.x == 0) {
-    p.work->n_routed = n;
-    p.work->n_items = n + (p.shared && rows > 0);
-    if (p.shared) {
-      ExpertItem& shared = p.work->item[n];
-      shared.expert = -1;
-      shared.n = rows;
-      for (int r = 0; r < rows; r++) { shared.row[r] = (unsigned char)r; shared.slot[r] = (unsigned char)p.top_k; }
-    }
-  }
+  __syncthreads();
 }
 
-// ---- a warp's sum over blocks of K ----
-// Weights come through a ring of a warp's own in shared memory, filled by cp.async: many bytes in flight, few registers.
-template <int kColumns> constexpr int kRingBytes = kColumns == 1 ? 3072 : 1536;
-template <class F, int kColumns> constexpr int kRingBlocks = kRingBytes<kColumns> / F::kBlockBytes > 8 ? 8 : kRingBytes<kColumns> / F::kBlockBytes;
-template <class F, int kColumns> __device__ __forceinline__ void copy_block(char* ring, const char* weights, int block, int n_blocks, int lane) {
-  if (block < n_blocks) {
-    const char* from = weights + (size_t)block * F::kBlockBytes;
-    char* to = ring + block % kRingBlocks<F, kColumns> * F::kBlockBytes;
+// ---- a warp's run over blocks of K ----
+template <class F, int kColumns> constexpr int kAheadOf = kColumns == 2 ? 1 : 2;
+// For 16 rows of weights and up to 8 kColumns rows of x: acc[c] of columns 8c .. 8c + 7. `weights` is the lane's part of the first block, x[c] its first element,
+// n_x[c] how many of its blocks have one. Blocks are added segment by segment: `flush` gets the sum of each.
+template <class F, int kColumns, int kAhead, class Flush>
+__device__ __forceinline__ void sum_blocks(const char* weights, const float* scales, const bf16* (&x)[kColumns], const int (&n_x)[kColumns], int n_blocks, int segment_blocks, int lane, Flush flush) {
+  typename F::Held held[kAhead];
+  uint4 in[kAhead][kColumns];
+  const auto fetch = [&](int slot, int block, int u) {   // my block `block` + u, which weights and x are u before
+    if (block + u >= n_blocks) return;
+    F::load(held[slot], weights + u * F::kBlockBytes, scales + u * 2, lane);
 #pragma unroll
-    for (int i = 0; i < F::kBlockBytes; i += 512)
-      if (i + lane * 16 < F::kBlockBytes) copy_async(to + i + lane * 16, from + i + lane * 16);
-  }
-  copy_async_commit();
-}
-// For 16 rows of weights and the item's rows as columns: acc[c] of columns 8c .. 8c + 7. `weights` is the first block, x[c] the lane's first element, n_x[c] how many of
-// its blocks have one. Blocks are added segment by segment: `flush` gets the sum of each.
-template <class F, int kColumns, class Flush>
-__device__ __forceinline__ void sum_blocks(char* ring, const char* weights, const float* scales, const bf16* (&x)[kColumns], const int (&n_x)[kColumns], int n_blocks, int segment_blocks, int lane, Flush flush) {
-  constexpr int kBlocks = kRingBlocks<F, kColumns>;
-#pragma unroll
-  for (int block = 0; block < kBlocks; block++) copy_block<F, kColumns>(ring, weights, block, n_blocks, lane);
-  uint4 next[kColumns];
-  auto fetch_x = [&](int block) {
-#pragma unroll
-    for (int c = 0; c < kColumns; c++) next[c] = block < n_x[c] ? load_activations(reinterpret_cast<const uint4*>(x[c] + block * 32)) : make_uint4(0, 0, 0, 0);
+    for (int c = 0; c < kColumns; c++) in[slot][c] = block + u < n_x[c] ? load_activations(reinterpret_cast<const uint4*>(x[c] + u * 32)) : make_uint4(0, 0, 0, 0);
   };
-  fetch_x(0);
+#pragma unroll
+  for (int u = 0; u < kAhead; u++) fetch(u, 0, u);
   float acc[kColumns][4] = {};
   int left = segment_blocks;
-#pragma unroll 2
-  for (int block = 0; block < n_blocks; block++) {
-    typename F::Held held;
-    if constexpr (std::is_same<F, Fp8>::value) F::load_scales(held, scales + block * 2);
-    copy_async_wait<kBlocks - 1>();
-    __syncwarp();
-    F::read(held, ring + block % kBlocks * F::kBlockBytes, lane);
-    uint4 in[kColumns];
+#pragma unroll 1
+  for (int b = 0; b < n_blocks; b += kAhead) {
 #pragma unroll
-    for (int c = 0; c < kColumns; c++) in[c] = next[c];
-    fetch_x(block + 1);
-    __syncwarp();
-    copy_block<F, kColumns>(ring, weights, block + kBlocks, n_blocks, lane);
+    for (int u = 0; u < kAhead; u++) {
+      if (b + u >= n_blocks) break;
 #pragma unroll
-    for (int c = 0; c < kColumns; c++) F::multiply(acc[c], held, in[c]);
-    if (--left == 0 || block + 1 == n_blocks) {
-      flush(acc);
+      for (int c = 0; c < kColumns; c++) F::multiply(acc[c], held[u], in[u][c]);
+      fetch(u, b, u + kAhead);
+      if (--left == 0 || b + u + 1 == n_blocks) {
+        flush(acc);
 #pragma unroll
-      for (int c = 0; c < kColumns; c++) acc[c][0] = acc[c][1] = acc[c][2] = acc[c][3] = 0;
-      left = segment_blocks;
+        for (int c = 0; c < kColumns; c++) acc[c][0] = acc[c][1] = acc[c][2] = acc[c][3] = 0;
+        left = segment_blocks;
+      }
     }
+    weights += kAhead * F::kBlockBytes;
+    if constexpr (F::kBlockBytes == 512) scales += kAhead * 2;
+#pragma unroll
+    for (int c = 0; c < kColumns; c++) x[c] += kAhead * 32;
   }
 }
 
 // ---- experts_up ----
-template <int kColumns> struct UpShared {
-  float4 partial[32][kColumns][32];   // by segment, and lane as linear.cu lays them
-  float inverse[kExpertRows];
+// A warp's run of a tile's K: whole segments, as in linear.cu.
+struct Run {
+  int first, n, first_segment, n_segments, segment_blocks;
+  __device__ __forceinline__ Run(int k, int warp) {
+    const int k_blocks = k_blocks_of(k);
+    segment_blocks = segment_blocks_of(k_blocks);
+    n_segments = (k_blocks + segment_blocks - 1) / segment_blocks;
+    const int a_warp = (n_segments + kWarps - 1) / kWarps;
+    first_segment = warp * a_warp;
+    first = first_segment * segment_blocks;
+    n = max(0, min(a_warp * segment_blocks, k_blocks - first));
+  }
 };
+template <class F> __device__ __forceinline__ const char* run_of(const ExpertMatrix& m, int expert, int tile, int k, const Run& run) {
+  return reinterpret_cast<const char*>(m.weights) + expert * m.bytes + ((size_t)tile * k_blocks_of(k) + run.first) * F::kBlockBytes;
+}
+template <class F> __device__ __forceinline__ void prefetch_run(const ExpertMatrix& m, int expert, int tile, int k, const Run& run) {
+  if ((threadIdx.x & 31) == 0 && run.n > 0) prefetch_l2(run_of<F>(m, expert, tile, k, run), run.n * F::kBlockBytes);
+}
 template <class F, int kColumns>
-__device__ __forceinline__ void up_tile(char* ring, const ExpertParams& p, const ExpertMatrix& m, const ExpertItem& item, int tile, UpShared<kColumns>& shared) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int k_blocks = k_blocks_of(p.k), segment_blocks = segment_blocks_of(k_blocks), n_segments = (k_blocks + segment_blocks - 1) / segment_blocks;
-  const int segments_a_warp = (n_segments + kExpertWarps - 1) / kExpertWarps, first = warp * segments_a_warp * segment_blocks;
-  const int n_mine = min(segments_a_warp * segment_blocks, k_blocks - first);
+__device__ __forceinline__ void up_tile(const ExpertParams& p, const ExpertMatrix& m, int expert, unsigned by, const unsigned char* slot_of, int tile, float4 (*partial)[kColumns][32], const float* inverse) {
+  const int thread_now = thread_index_anew(), lane = thread_now & 31, g = lane >> 2, t = lane & 3, n = __popc(by);
+  const Run run(p.k, thread_now >> 5);
+  // Column j is the j-th row that wants the expert.
+  const auto row_of = [&](int j) { unsigned rest = by; for (int i = 0; i < j; i++) rest &= rest - 1; return __ffs(rest) - 1; };
   const bf16* x[kColumns];
   int n_x[kColumns];
 #pragma unroll
   for (int c = 0; c < kColumns; c++) {
-    const bool wanted = c * 8 + g < item.n;
-    x[c] = p.x + (size_t)(wanted ? item.row[c * 8 + g] : 0) * p.x_stride + first * 32 + 8 * t;
-    n_x[c] = wanted ? (p.k - first * 32 - 8 * t + 31) >> 5 : 0;
+    const bool wanted = c * 8 + g < n;
+    x[c] = p.x + (size_t)(wanted ? row_of(c * 8 + g) : 0) * p.x_stride + run.first * 32 + 8 * t;
+    n_x[c] = wanted ? (p.k - run.first * 32 - 8 * t + 31) >> 5 : 0;
   }
-  const int expert = max(item.expert, 0);
-  const size_t block = (size_t)tile * k_blocks + first;
-  const char* weights = reinterpret_cast<const char*>(m.weights) + expert * m.bytes + block * F::kBlockBytes;
-  int segment = warp * segments_a_warp;
-  sum_blocks<F, kColumns>(ring, weights, m.tile_scales + (size_t)expert * m.scales + block * 2, x, n_x, n_mine, segment_blocks, lane, [&](float (&acc)[kColumns][4]) {
+  SharedAddress to = shared_address(&partial[run.first_segment][0][sum_slot(g, t)]);
+  const float* scales = m.tile_scales + (size_t)expert * m.scales + ((size_t)tile * k_blocks_of(p.k) + run.first) * 2;
+  sum_blocks<F, kColumns, kAheadOf<F, kColumns>>(run_of<F>(m, expert, tile, p.k, run) + lane * F::kLaneBytes, scales, x, n_x, run.n, run.segment_blocks, lane, [&](float (&acc)[kColumns][4]) {
 #pragma unroll
-    for (int c = 0; c < kColumns; c++) store_shared(shared_address(&shared.partial[segment][c][t * 8 + ((g + 2 * t) & 7)]), acc[c]);
-    segment++;
+    for (int c = 0; c < kColumns; c++) store_shared(to + c * 512, acc[c]);
+    to += kColumns * 512;
   });
   __syncthreads();
-  if (warp < kColumns * 4) {
-    // Output of this thread, as in linear.cu: column of the item m, weight row g' + 8 * (gate 0, up 1).
-    const int quarter = warp & 3, c = warp >> 2, out_g = lane >> 2, column = c * 8 + 2 * quarter + (lane & 1);
-    const SharedAddress sums = shared_address(&shared.partial[0][c][quarter * 8 + ((out_g + 2 * quarter) & 7)]) + (lane & 3) * 4;
+  const int thread = thread_index_anew();
+  if (thread < kColumns * 128) {
+    const Adder a(thread);
+    const SharedAddress sums = shared_address(&partial[0][thread >> 7][0]) + a.at * 4;
     float y = 0;
-    for (int s = 0; s < n_segments; s++) y = __fadd_rn(y, load_shared(sums + s * kColumns * 512));
-    const bool wanted = column < item.n;
-    const int row = wanted ? item.row[column] : 0, j = tile * 8 + out_g;
-    y = __fmul_rn(shared.inverse[row], y);
+#pragma unroll 4
+    for (int s = 0; s < run.n_segments; s++) y = __fadd_rn(y, load_shared(sums + s * kColumns * 512));
+    const bool wanted = a.column < n;
+    const int row = wanted ? row_of(a.column) : 0, j = tile * 8 + (a.n & 7);
+    y = __fmul_rn(inverse[row], y);
     const float up = __shfl_xor_sync(0xffffffffu, y, 2);
-    if (wanted && (lane & 2) == 0 && j < m.dim) p.act[(size_t)row * p.act_stride + item.slot[column] * p.routed.dim + j] = __float2bfloat16(__fmul_rn(silu(y), up));
+    const int slot = slot_of ? slot_of[row * kMaxExperts] : p.route.top_k;
+    if (wanted && a.n < 8 && j < m.dim) p.act[(size_t)row * p.act_stride + slot * p.routed.dim + j] = __float2bfloat16(__fmul_rn(silu(y), up));
   }
-  __syncthreads();
 }
 
 template <class Routed, class Common, int kColumns>
 __device__ __forceinline__ void experts_up(const ExpertParams& p) {
-  SHARED(UpShared<kColumns>, shared, );
-  SHARED(ExpertItem, item, );
-  SHARED(char, rings, [kExpertWarps][kRingBytes<kColumns>]);
+  constexpr int kBuffers = kColumns == 1 ? 2 : 1, kRows = kColumns * 8;
+  constexpr int kCost = (Common::kBlockBytes + Routed::kBlockBytes / 2) / Routed::kBlockBytes;   // of a shared expert's tile, in tiles of the routed ones
+  SHARED(float4, partial, [kBuffers][32][kColumns][32]);   // and before that the routes' scores
+  SHARED(Chosen<kRows>, chosen, );
+  SHARED(float, inverse, [kRows]);
+  static_assert(sizeof(float4) * 32 * kColumns * 32 == sizeof(float) * kRows * kMaxExperts, "scores fit one buffer");
   pdl_launch_dependents();
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  char* ring = rings[warp];
+  const int shared_tiles = (p.shared.dim + 7) / 8, tiles = (p.routed.dim + 7) / 8, block = blockIdx.x, blocks = gridDim.x;
+  if (block < shared_tiles) prefetch_run<Common>(p.shared, 0, block, p.k, Run(p.k, threadIdx.x >> 5));
   pdl_wait();
-  for (int row = warp; row < p.rows; row += kExpertWarps) {   // 1/rms of each row
-    const float* squares = p.squares + (size_t)row * (p.k / 16);
-    float sum = 0;
-    for (int tile = lane; tile < p.k / 16; tile += 32) sum = __fadd_rn(sum, load_activation(squares + tile));
-    sum = warp_sum(sum);
-    if (lane == 0) shared.inverse[row] = inverse_rms(sum, p.k, p.eps);
+  const int rows = rows_in_use(p.route.n_rows, p.route.first_row, p.rows);
+  route<kRows>(p, rows, reinterpret_cast<float*>(partial), inverse, chosen, block == 0);
+  if (rows == 0) return;
+  int buffer = 0;
+  const auto turn = [&] {
+    if (kBuffers == 1) __syncthreads();
+    else buffer ^= 1;
+  };
+  for (int tile = block; tile < shared_tiles; tile += blocks) {
+    up_tile<Common, kColumns>(p, p.shared, 0, (1u << rows) - 1, nullptr, tile, partial[buffer], inverse);
+    turn();
   }
-  const int n_items = p.work->n_items, n_routed = p.work->n_routed;
-  const int tiles = (p.routed.dim + 7) / 8, shared_tiles = (p.shared.dim + 7) / 8;
-  const int n_groups = n_routed * tiles + (n_items > n_routed ? shared_tiles : 0);
-  for (int group = blockIdx.x; group < n_groups; group += gridDim.x) {
-    const bool routed = group < n_routed * tiles;
-    const int i = routed ? group / tiles : n_routed;
-    if (threadIdx.x < sizeof(ExpertItem) / 4) reinterpret_cast<int*>(&item)[threadIdx.x] = reinterpret_cast<const int*>(&p.work->item[i])[threadIdx.x];
-    __syncthreads();
-    if (routed) up_tile<Routed, kColumns>(ring, p, p.routed, item, group % tiles, shared);
-    else up_tile<Common, kColumns>(ring, p, p.shared, item, group - n_routed * tiles, shared);
+  // Blocks with a tile of the shared expert skip as many rounds as it costs; where there are more such tiles than blocks, none do.
+  const int others = blocks - shared_tiles, n_tiles = chosen.n * tiles;
+  const auto tile_of_round = [&](int round) {
+    if (others <= 0) return round * blocks + block;
+    if (round >= kCost) return kCost * others + (round - kCost) * blocks + block;
+    return block < shared_tiles ? -1 : round * others + block - shared_tiles;
+  };
+  const int first_round = others > 0 && block < shared_tiles ? kCost : 0;
+  for (int round = first_round;; round++) {
+    const int i = tile_of_round(round), after = tile_of_round(round + 1);
+    if (i >= n_tiles) break;
+    const int expert = chosen.expert[i / tiles];
+    const Run run(p.k, thread_index_anew() >> 5);
+    if (round == first_round) prefetch_run<Routed>(p.routed, expert, i % tiles, p.k, run);
+    if (after < n_tiles) prefetch_run<Routed>(p.routed, chosen.expert[after / tiles], after % tiles, p.k, run);
+    up_tile<Routed, kColumns>(p, p.routed, expert, chosen.wanting[expert], &chosen.slot_of[0][expert], i % tiles, partial[buffer], inverse);
+    turn();
   }
+  // The way down: each block asks for its share of every chosen expert, up to what L2 keeps beside the rest.
+  if (p.down.weights) {
+    const unsigned share = (unsigned)((p.down.bytes / blocks + 15) / 16 * 16);
+    const int most = min(chosen.n, (int)((16ull << 20) / p.down.bytes));
+    const unsigned long long from = (unsigned long long)share * block;
+    if ((int)threadIdx.x < most && from < p.down.bytes)
+      prefetch_l2(p.down.weights + chosen.expert[threadIdx.x] * p.down.bytes + from, p.down.bytes - from < share ? (unsigned)(p.down.bytes - from) : share);
+  }
+  prefetch_next(p.next);
 }
 
 // ---- experts_down ----
-constexpr int kSlots = kMaxChosen + 1;
-template <class F, int kColumns>
-__device__ __forceinline__ void down_item(char* ring, const ExpertParams& p, const ExpertMatrix& m, const ExpertItem& item, int tile, float (*sums)[16]) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int k_blocks = k_blocks_of(m.dim), expert = max(item.expert, 0);
-  const bf16* x[kColumns];
-  int n_x[kColumns];
-#pragma unroll
-  for (int c = 0; c < kColumns; c++) {
-    const bool wanted = c * 8 + g < item.n;
-    x[c] = p.x + (wanted ? (size_t)item.row[c * 8 + g] * p.x_stride + item.slot[c * 8 + g] * p.routed.dim : 0) + 8 * t;
-    n_x[c] = wanted ? (m.dim - 8 * t + 31) >> 5 : 0;
-  }
-  const size_t block = (size_t)tile * k_blocks;
-  const char* weights = reinterpret_cast<const char*>(m.weights) + expert * m.bytes + block * F::kBlockBytes;
-  float total[kColumns][4] = {};
-  sum_blocks<F, kColumns>(ring, weights, m.tile_scales + (size_t)expert * m.scales + block * 2, x, n_x, k_blocks, segment_blocks_of(k_blocks), lane, [&](float (&acc)[kColumns][4]) {
-#pragma unroll
-    for (int c = 0; c < kColumns; c++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) total[c][i] = __fadd_rn(total[c][i], acc[c][i]);
-  });
-#pragma unroll
-  for (int c = 0; c < kColumns; c++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int column = c * 8 + 2 * t + (i & 1);
-      if (column < item.n) sums[item.row[column] * (p.top_k + 1) + item.slot[column]][g + 8 * (i >> 1)] = total[c][i];
-    }
-}
-
+// A block has kTiles tiles of 16 outputs, a half of its warps each.
+constexpr int kRuns = 8;   // of the shared expert's K, added in order
 template <class Routed, class Common, int kColumns>
 __device__ __forceinline__ void experts_down(const ExpertParams& p) {
-  SHARED(float, sums, [kColumns * 8 * kSlots][16]);
-  SHARED(char, rings, [kExpertWarps][kRingBytes<kColumns>]);
+  constexpr int kTiles = kColumns == 1 ? 2 : 1, kRows = kColumns * 8, kWorkers = kWarps / kTiles;   // workers: warps of one tile
+  SHARED(float, sums, [kTiles][kRows * kMaxChosen][16]);         // [row * top_k + slot][output]
+  SHARED(float4, common, [kTiles][kRuns][kColumns][32]);
+  struct Place {   // of a warp and a lane
+    int lane, g, t, own, worker, tile;
+    __device__ __forceinline__ Place(int thread) : lane(thread & 31), g(lane >> 2), t(lane & 3), own((thread >> 5) / kWorkers), worker((thread >> 5) % kWorkers), tile(blockIdx.x * kTiles + own) {}
+  };
+  const int n_tiles = p.n / 16, k_shared = k_blocks_of(p.shared.dim), run = (k_shared + kRuns - 1) / kRuns;
+  const auto shared_run = [&](const Place& at, int& n) {   // this worker's first block and how many there are
+    const int first = min(at.worker * run, k_shared);
+    n = at.worker < kRuns && at.tile < n_tiles ? min(run, k_shared - first) : 0;
+    return first;
+  };
   pdl_launch_dependents();
-  const int warp = threadIdx.x >> 5;
+  {
+    const Place at(threadIdx.x);
+    int n;
+    const int first = shared_run(at, n);
+    if (at.lane == 0 && n > 0) prefetch_l2(reinterpret_cast<const char*>(p.shared.weights) + ((size_t)at.tile * k_shared + first) * Common::kBlockBytes, n * Common::kBlockBytes);
+  }
   pdl_wait();
-  const int n_items = p.work->n_items, n_routed = p.work->n_routed;
-  const int rows = n_items == 0 ? 0 : p.rows;
-  for (int tile = blockIdx.x; tile < p.n / 16; tile += gridDim.x) {
-    for (int i = warp; i < n_items; i += kExpertWarps) {
-      const ExpertItem& item = p.work->item[i];
-      if (i < n_routed) down_item<Routed, kColumns>(rings[warp], p, p.routed, item, tile, sums);
-      else down_item<Common, kColumns>(rings[warp], p, p.shared, item, tile, sums);
-    }
-    __syncthreads();
-    // Thread: row, and output n of the tile.
-    const int row = threadIdx.x >> 4, n = threadIdx.x & 15;
-    float square_sum = 0;
-    if (row < rows) {
-      const size_t at = (size_t)row * p.n + tile * 16 + n;
-      float y = 0;
-      for (int slot = 0; slot < p.top_k; slot++) y = __fadd_rn(y, __fmul_rn(p.work->weight[row][slot], sums[row * (p.top_k + 1) + slot][n]));
-      if (n_items > n_routed) y = __fadd_rn(y, sums[row * (p.top_k + 1) + p.top_k][n]);
-      if (p.partial) {
-        p.partial[at] = __float2bfloat16(y);
-      } else {
-        y = __fadd_rn(p.stream[at], y);
-        p.stream[at] = y;
-        if (p.tap) p.tap[(size_t)row * p.tap_stride + tile * 16 + n] = __float2bfloat16(y);
-        if (p.next_norm) p.normed[at] = __float2bfloat16(__fmul_rn(y, __bfloat162float(p.next_norm[tile * 16 + n])));
-        square_sum = square(y);
-      }
-    }
-    if (p.next_norm && !p.partial) {   // the tree of linear_row.cuh
-      square_sum = __fadd_rn(square_sum, __shfl_xor_sync(0xffffffffu, square_sum, 8));
+  const ExpertWork& work = *p.route.work;
+  const int rows = rows_in_use(p.route.n_rows, p.route.first_row, p.rows), top_k = p.route.top_k;
+  if (rows == 0) return;
+  {
+    const Place at(thread_index_anew());
+    const int k_blocks = k_blocks_of(p.routed.dim), n_routed = at.tile < n_tiles ? work.n_routed : 0;
+#pragma unroll 1
+    for (int i = at.worker; i < n_routed; i += kWorkers) {
+      const ExpertItem& item = work.item[i];
+      const int n = item.n;
+      const bf16* x[kColumns];
+      int n_x[kColumns];
 #pragma unroll
-      for (int bit = 1; bit <= 4; bit *= 2) square_sum = __fadd_rn(square_sum, __shfl_xor_sync(0xffffffffu, square_sum, bit));
-      if (row < rows && n == 0) p.squares_out[(size_t)row * (p.n / 16) + tile] = square_sum;
+      for (int c = 0; c < kColumns; c++) {
+        const bool wanted = c * 8 + at.g < n;
+        x[c] = p.x + (wanted ? (size_t)item.row[c * 8 + at.g] * p.x_stride + item.slot[c * 8 + at.g] * p.routed.dim : 0) + 8 * at.t;
+        n_x[c] = wanted ? (p.routed.dim - 8 * at.t + 31) >> 5 : 0;
+      }
+      const size_t block = (size_t)at.tile * k_blocks;
+      sum_blocks<Routed, kColumns, kAheadOf<Routed, kColumns>>(
+          reinterpret_cast<const char*>(p.routed.weights) + item.expert * p.routed.bytes + block * Routed::kBlockBytes + at.lane * Routed::kLaneBytes,
+          p.routed.tile_scales + (size_t)item.expert * p.routed.scales + block * 2, x, n_x, k_blocks, k_blocks, at.lane, [&](float (&acc)[kColumns][4]) {
+#pragma unroll
+            for (int c = 0; c < kColumns; c++)
+#pragma unroll
+              for (int e = 0; e < 4; e++) {
+                const int column = c * 8 + 2 * at.t + (e & 1);
+                if (column < n) sums[at.own][item.row[column] * top_k + item.slot[column]][at.g + 8 * (e >> 1)] = acc[c][e];
+              }
+          });
     }
-    __syncthreads();
+  }
+  if (p.shared.dim > 0) {
+    const Place at(thread_index_anew());
+    int n;
+    const int first = shared_run(at, n);
+    const bf16* x[kColumns];
+    int n_x[kColumns];
+#pragma unroll
+    for (int c = 0; c < kColumns; c++) {
+      const bool wanted = c * 8 + at.g < rows;
+      x[c] = p.x + (size_t)(wanted ? c * 8 + at.g : 0) * p.x_stride + top_k * p.routed.dim + first * 32 + 8 * at.t;
+      n_x[c] = wanted ? (p.shared.dim - first * 32 - 8 * at.t + 31) >> 5 : 0;
+    }
+    const size_t block = (size_t)at.tile * k_shared + first;
+    sum_blocks<Common, kColumns, kAheadOf<Common, kColumns>>(reinterpret_cast<const char*>(p.shared.weights) + block * Common::kBlockBytes + at.lane * Common::kLaneBytes, p.shared.tile_scales + block * 2,
+                                                             x, n_x, n, n, at.lane, [&](float (&acc)[kColumns][4]) {
+#pragma unroll
+                                                               for (int c = 0; c < kColumns; c++) store_shared(shared_address(&common[at.own][at.worker][c][sum_slot(at.g, at.t)]), acc[c]);
+                                                             });
+    if (n == 0 && at.worker < kRuns)
+#pragma unroll
+      for (int c = 0; c < kColumns; c++) store_shared(shared_address(&common[at.own][at.worker][c][sum_slot(at.g, at.t)]), {0, 0, 0, 0});
+  }
+  prefetch_next(p.next);
+  __syncthreads();
+  // Thread: tile, column (a row of the pass), output of the tile.
+  const int thread = thread_index_anew(), own = thread / (kColumns * 128), tile = blockIdx.x * kTiles + own;
+  if (own >= kTiles || tile >= n_tiles) return;
+  const Adder a(thread % (kColumns * 128));
+  const int row = a.column;
+  const bool wanted = row < rows;
+  float square_sum = 0;
+  if (wanted) {
+    const size_t at = (size_t)row * p.n + tile * 16 + a.n;
+    const float before = p.partial ? 0 : p.stream[at];
+    float y = 0;
+#pragma unroll 4
+    for (int slot = 0; slot < top_k; slot++) y = __fadd_rn(y, __fmul_rn(work.weight[row][slot], sums[own][row * top_k + slot][a.n]));
+    if (p.shared.dim > 0) {
+      float sum = 0;
+#pragma unroll
+      for (int r = 0; r < kRuns; r++) sum = __fadd_rn(sum, reinterpret_cast<const float*>(common[own][r][thread % (kColumns * 128) >> 7])[a.at]);
+      y = __fadd_rn(y, sum);
+    }
+    if (p.partial) {
+      p.partial[at] = __float2bfloat16(y);
+    } else {
+      y = __fadd_rn(before, y);
+      p.stream[at] = y;
+      if (p.tap) p.tap[(size_t)row * p.tap_stride + tile * 16 + a.n] = __float2bfloat16(y);
+      if (p.next_norm) p.normed[at] = __float2bfloat16(__fmul_rn(y, __bfloat162float(p.next_norm[tile * 16 + a.n])));
+      square_sum = square(y);
+    }
+  }
+  if (p.next_norm && !p.partial) {   // the tree of linear_row.cuh: outputs n and n + 8 first, then neighbours
+#pragma unroll
+    for (int bit = 2; bit <= 16; bit *= 2) square_sum = __fadd_rn(square_sum, __shfl_xor_sync(0xffffffffu, square_sum, bit));
+    if (wanted && (thread & 31) < 2) p.squares_out[(size_t)row * n_tiles + tile] = square_sum;
   }
 }
 
 }  // namespace
 
-KERNEL(route, RouteParams, kRouteThreads, 1) { route_body(p); }
+KERNEL(router_m8, RouterParams, kThreads, 2) { router<1>(p); }
+KERNEL(router_m16, RouterParams, kThreads, 2) { router<2>(p); }
 // experts_<up|down>_m<most rows>_<format of the routed experts>_<of the shared one>.
 #define EXPERTS(routed, shared, Routed, Shared)                                                                                   \
-  KERNEL(experts_up_m8_##routed##_##shared, ExpertParams, kExpertThreads, 3) { experts_up<Routed, Shared, 1>(p); }                 \
-  KERNEL(experts_up_m16_##routed##_##shared, ExpertParams, kExpertThreads, 3) { experts_up<Routed, Shared, 2>(p); }                \
-  KERNEL(experts_down_m8_##routed##_##shared, ExpertParams, kExpertThreads, 3) { experts_down<Routed, Shared, 1>(p); }             \
-  KERNEL(experts_down_m16_##routed##_##shared, ExpertParams, kExpertThreads, 2) { experts_down<Routed, Shared, 2>(p); }
+  KERNEL(experts_up_m8_##routed##_##shared, ExpertParams, kThreads, 2) { experts_up<Routed, Shared, 1>(p); }                       \
+  KERNEL(experts_up_m16_##routed##_##shared, ExpertParams, kThreads, 2) { experts_up<Routed, Shared, 2>(p); }                      \
+  KERNEL(experts_down_m8_##routed##_##shared, ExpertParams, kThreads, 2) { experts_down<Routed, Shared, 1>(p); }                   \
+  KERNEL(experts_down_m16_##routed##_##shared, ExpertParams, kThreads, 2) { experts_down<Routed, Shared, 2>(p); }
 EXPERTS(bf16, bf16, Bf16, Bf16)
 EXPERTS(fp8, fp8, Fp8, Fp8)
 EXPERTS(int4, bf16, Int4, Bf16)

@@ -213,6 +213,8 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
         enter_group(next_group, last_part ? 0 : i + 1);
 #pragma unroll
         for (int u = 0; u < kAhead; u++) fetch(u, 0, u);
+      } else if (last_part) {
+        prefetch_next(p.next);
       }
       const int thread = thread_index_anew();
       const Output o = output_of(thread, group);
@@ -296,7 +298,7 @@ LINEAR(linear_m16_t1_w16_a1, Bf16, 1, 2, 16, 1, 1)
 LINEAR(linear_two, Bf16, 1, 2, 16, 1, 2)
 LINEAR(linear_m8_fp8, Fp8, 1, 1, 16, 2, 1)
 LINEAR(linear_m16_fp8, Fp8, 1, 2, 16, 1, 1)
-LINEAR(linear_m8_fp8_rows, Fp8Rows, 1, 1, 16, 3, 1)
+LINEAR(linear_m8_fp8_rows, Fp8Rows, 1, 1, 16, 2, 1)
 LINEAR(linear_m16_fp8_rows, Fp8Rows, 1, 2, 16, 1, 1)
 LINEAR(linear_m8_int4, Int4, 1, 1, 16, 3, 1)
 LINEAR(linear_m16_int4, Int4, 1, 2, 16, 1, 1)

@@ -124,6 +124,15 @@ struct AdvanceParams {
 };
 static_assert(sizeof(AdvanceParams) == 16, "AdvanceParams");
 
+// Weights of a later kernel (constants: they may be read at any time): pieces i < n of `bytes` at `at` + i * stride; all multiples of 16. n = 0: none.
+struct NextWeights {
+  const unsigned char* at;
+  unsigned stride, bytes;
+  int n;
+  int pad;
+};
+static_assert(sizeof(NextWeights) == 24, "twin in Rust");
+
 // ---- linear.cu ----
 enum Epilogue : int {
   kEpilogueStore = 0,     // out[row][n] = y (+ bias[n]); into stream, unrounded, when that is set
@@ -172,9 +181,10 @@ struct LinearParams {
   int out_stride;
   int tap_stride;
   int last_row;          // 1: the only row is the last in use, n_rows - 1 of x; its output is row 0. Not linear_two
+  NextWeights next;      // linear_m*, linear_two
 };
 static_assert(sizeof(LinearPart) == 56, "twin in Rust");
-static_assert(sizeof(LinearParams) == 248, "twin in Rust");
+static_assert(sizeof(LinearParams) == 272, "twin in Rust");
 
 // ---- norm.cu ----
 struct NormParams {
@@ -471,7 +481,7 @@ struct ExpertItem {
   unsigned char row[kExpertRows]; // ascending
   unsigned char slot[kExpertRows];// where the expert stands among that row's, in ascending order; the shared one behind the last
 };
-// What the rows of a pass want; device memory, written by route.
+// What the rows of a pass want; device memory, written by experts_up.
 struct ExpertWork {
   int n_items, n_routed, pad[2];
   float weight[kExpertRows][kMaxChosen];  // by slot
@@ -479,20 +489,30 @@ struct ExpertWork {
 };
 static_assert(sizeof(ExpertItem) == 40, "twin in Rust");
 
-// route: one block of 512 threads.
+// router: grid (ceil(n_experts / 16), kRouterSplits), 512 threads. Sums of w x of parts of K, which experts_up adds.
+constexpr int kRouterSplits = 4;
+struct RouterParams {
+  const uint4* weights;           // re-tiled bf16
+  const bf16* x;                  // normed [rows][x_stride]
+  float* sums;                    // [kRouterSplits][rows][n_experts]
+  int k, x_stride, n_experts, rows;
+  NextWeights next;
+};
+static_assert(sizeof(RouterParams) == 64, "twin in Rust");
+
+// How experts are chosen: by every block of experts_up for itself; block 0 leaves the result in `work`.
 struct RouteParams {
-  const float* logits;            // [rows][n_experts]
+  const float* sums;              // RouterParams::sums; times 1/rms of a row they are logits
   const float* bias;              // [n_experts] added to scores for the choice alone, or null
   ExpertWork* work;
   const int* n_rows;              // rows in use, or null: `rows`
-  int rows, first_row;            // rows of this launch, and the row of the pass that its row 0 is
+  int first_row;                  // the row of the pass that row 0 of this launch is
   int n_experts, top_k, n_groups, top_groups;
   int softmax;                    // scores: 1 softmax of the logits, 0 their sigmoid
   int normalised;                 // weights of a row are divided by their sum (+ 1e-20)
-  int shared;                     // there is a shared expert
   float scale;                    // of all weights
 };
-static_assert(sizeof(RouteParams) == 72, "twin in Rust");
+static_assert(sizeof(RouteParams) == 64, "twin in Rust");
 
 // One expert's matrices, re-tiled (format.cuh); expert e is e * bytes and, of FP8, e * scales away from the first.
 struct ExpertMatrix {
@@ -502,12 +522,12 @@ struct ExpertMatrix {
   int scales;
   int dim;                        // up: columns of its act; down: its K
 };
-// experts_up_*: act[row][slot * routed.dim ..] = silu(gate) * up of each item, gate and up interleaved as in kEpilogueSilu.
-// experts_down_*: y[row][n] = sum over slots, ascending, of weight * down(act), then the shared expert's; into the stream (and tap, and normed and squares for
-// the next linear), or, as bf16, into partial.
+// experts_up_*: chooses (route), then act[row][slot * routed.dim ..] = silu(gate) * up of each item, gate and up interleaved as in kEpilogueSilu; the shared expert behind the
+// last slot. experts_down_*: y[row][n] = sum over slots, ascending, of weight * down(act), then the shared expert's; into the stream (and tap, and normed and squares
+// for the next linear), or, as bf16, into partial. Both 512 threads; up: any grid, best 2 blocks per SM; down: ceil(n / 32) blocks up to 8 rows, n / 16 above.
 struct ExpertParams {
-  ExpertMatrix routed, shared;
-  const ExpertWork* work;
+  ExpertMatrix routed, shared;    // shared.dim 0: there is none
+  RouteParams route;              // down: of it work, n_rows, first_row and top_k only
   const bf16* x;                  // up: normed [rows][x_stride]; down: act
   const float* squares;           // up: [rows][k / 16] of the stream
   bf16* act;                      // up: [rows][act_stride]
@@ -521,11 +541,13 @@ struct ExpertParams {
   int x_stride, act_stride, tap_stride;
   int n;                          // down: outputs, a multiple of 16
   int rows;                       // of the launch
-  int top_k;
   float eps;
+  int pad;
+  ExpertMatrix down;              // up: what experts_down will read of the routed experts, asked of L2 once they are chosen; weights null: nothing
+  NextWeights next;               // up: of the shared expert's way down; down: of the kernel behind
 };
 static_assert(sizeof(ExpertMatrix) == 32, "twin in Rust");
-static_assert(sizeof(ExpertParams) == 176, "twin in Rust");
+static_assert(sizeof(ExpertParams) == 288, "twin in Rust");
 
 // ---- mla.cu ----
 // The chunks of a latent cache: 64 positions wide up to 2,048, 256 up to 16,384, 1,024 beyond. Absolute, so that bits depend on the position alone.

@@ -183,6 +183,14 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 #endif
 }
+// Asks L2 for `bytes` from p on, both multiples of 16: one instruction, whatever the size.
+__device__ __forceinline__ void prefetch_l2(const void* p, unsigned bytes) {
+#ifdef CPU_SHIM
+  (void)p, (void)bytes;
+#else
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+#endif
+}
 // A word as L2 has it now, which leaves no copy in L1 for later loads to find: before pdl_wait it is a guess.
 __device__ __forceinline__ int load_current(const int* p) {
 #ifdef CPU_SHIM
@@ -356,6 +364,23 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32
   return r;
 #else
   return __byte_perm(a, b, selector);
+#endif
+}
+
+// The largest and the smallest of a warp's numbers.
+__device__ __forceinline__ unsigned warp_largest(unsigned v) {
+#ifdef CPU_SHIM
+  for (int o = 16; o > 0; o >>= 1) { const unsigned w = __shfl_xor_sync(0xffffffffu, v, o); v = w > v ? w : v; }
+  return v;
+#else
+  return __reduce_max_sync(0xffffffffu, v);
+#endif
+}
+__device__ __forceinline__ unsigned warp_smallest(unsigned v) {
+#ifdef CPU_SHIM
+  return ~warp_largest(~v);
+#else
+  return __reduce_min_sync(0xffffffffu, v);
 #endif
 }
 

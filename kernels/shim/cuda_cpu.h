@@ -40,6 +40,7 @@
 #define __host__
 #define __shared__ static          // one block at a time: a static is the block's shared memory (SHARED also poisons it)
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __constant__ static
 #define __grid_constant__

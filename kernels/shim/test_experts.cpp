@@ -88,17 +88,31 @@ Route route_of(const float* logits, const float* bias, int E, int k, int groups,
   return r;
 }
 
+// Logits as experts_up gets them: divided by what 1/rms will be, in kRouterSplits parts.
+std::vector<float> split(const std::vector<float>& logits, float inverse, uint32_t seed) {
+  std::vector<float> sums; const auto noise = numbers(logits.size() * 3, seed);
+  for (int s = 0; s < kRouterSplits; s++) for (size_t i = 0; i < logits.size(); i++)
+    sums.push_back(s < 3 ? noise[s * logits.size() + i] : logits[i] / inverse - noise[i] - noise[logits.size() + i] - noise[2 * logits.size() + i]);
+  return sums;
+}
+
 void check_route(int E, int k, int groups, int top_groups, bool softmax, bool normalised, bool shared, int rows, int in_use, int first_row, uint32_t seed) {
   auto logits = numbers((size_t)rows * E, seed, 3.0f);
   if (rows > 2) std::copy(logits.begin(), logits.begin() + E, logits.begin() + E);   // two rows that want the same
   const auto bias = numbers(E, seed + 1, 0.2f);
+  const auto sums = split(logits, 2.0f, seed + 2);
+  std::vector<float> squares((size_t)rows, 16 * 0.25f);   // of rows whose 1/rms is 2
   std::vector<ExpertWork> work(1); std::memset((void*)work.data(), 0xff, sizeof(ExpertWork));
   const int n_rows = first_row + in_use;
-  RouteParams p{logits.data(), softmax ? nullptr : bias.data(), work.data(), &n_rows, rows, first_row, E, k, groups, top_groups, softmax, normalised, shared, 2.5f};
-  run("route", dim3(1), 512, p);
+  ExpertParams p{};   // without outputs: choices alone
+  p.route = {sums.data(), softmax ? nullptr : bias.data(), work.data(), &n_rows, first_row, E, k, groups, top_groups, softmax, normalised, 2.5f};
+  const bf16 x{}; p.x = &x; p.squares = squares.data(); p.k = 16; p.rows = rows;
+  p.shared.dim = shared; p.act_stride = 1;
+  bf16 act[16]; std::vector<unsigned char> tile(1024); std::vector<bf16> xs(16 * 32); p.x = xs.data(); p.x_stride = 16; p.act = act; p.shared.weights = tile.data(); p.routed.weights = tile.data();
+  run(rows > 8 ? "experts_up_m16_bf16_bf16" : "experts_up_m8_bf16_bf16", dim3(2), 512, p);
   bool ok = true; std::map<int, std::vector<std::pair<int, int>>> wanted;
   for (int r = 0; r < in_use; r++) {
-    const Route expected = route_of(&logits[(size_t)r * E], p.bias, E, k, groups, top_groups, softmax, normalised, 2.5);
+    const Route expected = route_of(&logits[(size_t)r * E], p.route.bias, E, k, groups, top_groups, softmax, normalised, 2.5);
     for (int i = 0; i < k; i++) { wanted[expected.id[i]].push_back({r, i}); ok &= std::fabs(work[0].weight[r][i] / expected.weight[i] - 1) < 1e-5; }
   }
   ok &= work[0].n_routed == (int)wanted.size() && work[0].n_items == (int)wanted.size() + (shared && in_use);
@@ -134,26 +148,34 @@ void check_experts(Matrix::Format routed, Matrix::Format common, const char* nam
     for (int c = 0; c < hidden; c += 16) { double s = 0; for (int i = 0; i < 16; i++) s += (double)stream[(size_t)r * hidden + c + i] * stream[(size_t)r * hidden + c + i]; squares.push_back((float)s); }
     inverse.push_back(1 / std::sqrt(ss / hidden + 1e-5));
   }
-  const auto logits = numbers((size_t)rows * E, seed + 63, 3.0f);
+  const Matrix router = quantised(Matrix::kBf16, E, hidden, seed + 63);
+  std::vector<float> logits;
+  for (int r = 0; r < rows; r++) for (int e = 0; e < E; e++) {
+    double s = 0;
+    for (int c = 0; c < hidden; c++) s += router.numbers[(size_t)e * hidden + c] * value(normed[(size_t)r * hidden + c]);
+    logits.push_back((float)(s * inverse[r]));
+  }
   std::vector<float> alone, alone_partial;
   for (int width : {1, 5, 8, 16}) for (int first = 0; first + width <= rows; first += width) {
     std::vector<ExpertWork> work(1);
-    RouteParams rp{&logits[(size_t)first * E], nullptr, work.data(), nullptr, width, 0, E, top_k, 1, 1, 1, 1, shared_dim > 0, 1.5f};
-    run("route", dim3(1), 512, rp);
+    auto sums = poisoned<float>((size_t)kRouterSplits * width * E);
+    RouterParams rp{reinterpret_cast<const uint4*>(router.tiles.data()), normed.data() + (size_t)first * hidden, sums.data(), hidden, hidden, E, width, {}};
+    run(width > 8 ? "router_m16" : "router_m8", dim3((E + 15) / 16, kRouterSplits), 512, rp);
     auto act = poisoned<bf16>((size_t)width * act_stride);
     ExpertParams p{};
-    p.routed = up_matrix; p.shared = {shared_up.tiles.data(), shared_up.tile_scales.data(), 0, 0, shared_dim}; p.work = work.data(); p.x = normed.data() + (size_t)first * hidden;
-    p.squares = squares.data() + (size_t)first * (hidden / 16); p.act = act.data(); p.k = hidden; p.x_stride = hidden; p.act_stride = act_stride; p.rows = width; p.top_k = top_k; p.eps = 1e-5f;
+    p.routed = up_matrix; p.shared = {shared_up.tiles.data(), shared_up.tile_scales.data(), 0, 0, shared_dim}; p.route = {sums.data(), nullptr, work.data(), nullptr, 0, E, top_k, 1, 1, 1, 1, 1.5f}; p.x = normed.data() + (size_t)first * hidden;
+    p.squares = squares.data() + (size_t)first * (hidden / 16); p.act = act.data(); p.k = hidden; p.x_stride = hidden; p.act_stride = act_stride; p.rows = width; p.eps = 1e-5f; p.down = down_matrix;
     char kernel[64]; std::snprintf(kernel, sizeof kernel, "experts_up_m%d_%s", width > 8 ? 16 : 8, name);
-    run(kernel, dim3(width % 2 ? 3 : 7), 256, p);
+    run(kernel, dim3(width % 2 ? 3 : 7), 512, p);
     p.routed = down_matrix; p.shared = {shared_down.tiles.data(), shared_down.tile_scales.data(), 0, 0, shared_dim}; p.x = act.data(); p.x_stride = act_stride; p.n = hidden;
     std::vector<float> y(stream.begin() + (size_t)first * hidden, stream.begin() + (size_t)(first + width) * hidden);
     auto tap = poisoned<bf16>((size_t)width * hidden), out_normed = tap, partial = tap; auto out_squares = poisoned<float>((size_t)width * hidden / 16);
     p.stream = y.data(); p.tap = tap.data(); p.tap_stride = hidden; p.next_norm = next_norm.data(); p.normed = out_normed.data(); p.squares_out = out_squares.data();
     std::snprintf(kernel, sizeof kernel, "experts_down_m%d_%s", width > 8 ? 16 : 8, name);
-    run(kernel, dim3(width % 2 ? 2 : 5), 256, p);
+    const dim3 grid(width > 8 ? hidden / 16 : (hidden + 31) / 32);
+    run(kernel, grid, 512, p);
     p.stream = nullptr; p.tap = nullptr; p.next_norm = nullptr; p.partial = partial.data();
-    run(kernel, dim3(3), 256, p);
+    run(kernel, grid, 512, p);
     bool ok = true;
     for (size_t i = 0; i < y.size(); i++) {
       ok &= value(tap[i]) == value(__float2bfloat16(y[i])) && value(out_normed[i]) == value(__float2bfloat16(y[i] * value(next_norm[i % hidden])));
