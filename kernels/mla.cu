@@ -10,7 +10,7 @@
 //          the second added to the first. m = their maximum; p = exp2((s - m) * scale * log2 e), rounded to bf16; o = p v, 16 positions an mma, ascending; l = sum of the p.
 //   fold:  (m, l, o) and (m', l', o') are both scaled to the larger maximum and added.
 //   chunk: its steps folded in ascending order into an empty state (m = -inf, l = 0, o = 0). Boundaries: latent_chunk_begin in params.h.
-//   row:   its chunks folded in ascending order into an empty state; attended = bf16(o * (1 / l)).
+//   row:   its chunks scaled to their largest maximum and added in ascending order (l: lane c % 32 adds chunk c, then warp_sum); attended = bf16(o * (1 / l)).
 // A position that a column must not see has p = 0, a chunk without any folds to nothing: other rows of a pass do not show.
 #include "common.cuh"
 
@@ -35,11 +35,12 @@ __device__ __forceinline__ void rotate(const bf16* from, bf16* to, int n, const 
 // Tasks of one warp, blockIdx.x * 8 + warp, + 8 gridDim.x: 16 dims of a head's absorbed query in all rows; the rotated part of a (row, head); the cache row of a row.
 __device__ __forceinline__ void latent_query_body(const LatentParams& p) {
   pdl_launch_dependents();
+  prefetch_next(p.next);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int n_tiles = p.kv_rank / 16, k_blocks = p.nope_dim / 32, q_dim = p.nope_dim + p.rope_dim, row_dim = p.kv_rank + p.rope_dim;
   const int n_absorb = p.n_heads * n_tiles;
   for (int task = blockIdx.x * kWarps + warp; task < n_absorb; task += gridDim.x * kWarps)
-    for (int i = lane; i < k_blocks * 32; i += 32) prefetch_l2(p.w_uk + (size_t)task * k_blocks * 64 + i * 2);
+    if (lane == 0) prefetch_l2(p.w_uk + (size_t)task * k_blocks * 64, k_blocks * 1024);
   pdl_wait();
   const int rows = min(*p.rows, p.max_rows), length = *p.length;
   const int n_tasks = n_absorb + rows * p.n_heads + rows;
@@ -191,47 +192,67 @@ template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const 
 }
 
 // ---- latent_value ----
-// Grid: (n_heads, ceil(max_rows / 8)), 8 warps: one head of 8 rows. A warp folds a row's chunks, a lane taking every 32nd dim; then warps take 16-row tiles of W_UV.
+// Grid: (n_heads, ceil(max_rows / kValueRows)), 8 warps: one head of a few rows. Warp w finds the factors of row w's chunks, a lane one chunk; all threads add the chunks, each some dims; then warps
+// take 16-row tiles of W_UV.
 template <int KV> __device__ __forceinline__ void latent_value(const LatentParams& p) {
-  SHARED(bf16, attended, [8][KV + 8]);
+  constexpr int kRows = kValueRows, kDims = (KV + kThreads - 1) / kThreads;
+  SHARED(bf16, attended, [kRows][KV + 8]);
+  SHARED(float, factor, [kRows][kLatentChunks]);
+  SHARED(float, inverse, [kRows]);
   pdl_launch_dependents();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int head = blockIdx.x, n_tiles = p.v_dim / 16, k_blocks = KV / 32, first = blockIdx.y * 8;
+  const int head = blockIdx.x, n_tiles = p.v_dim / 16, k_blocks = KV / 32, first = blockIdx.y * kRows;
   const uint4* weights = p.w_uv + (size_t)head * n_tiles * k_blocks * 64;
-  for (int i = threadIdx.x; i < n_tiles * k_blocks * 32; i += kThreads) prefetch_l2(weights + i * 2);
+  if (warp == 0) for (int i = lane; i < n_tiles; i += 32) prefetch_l2(weights + (size_t)i * k_blocks * 64, k_blocks * 1024);
   pdl_wait();
   const int rows = min(*p.rows, p.max_rows), length = *p.length, n_chunks = latent_chunk_of(length + rows - 1) + 1;
   if (first >= rows) return;
-  const float scale_log2 = __fmul_rn(p.scale, 1.44269504f);
-  const int m = first + warp;
-  if (m < rows) {
-    const size_t columns = (size_t)p.max_rows * p.n_heads, column = (size_t)m * p.n_heads + head;
-    float top = -INFINITY, l = 0, o[KV / 32] = {};
+  const size_t columns = (size_t)p.max_rows * p.n_heads;
+  const auto partial = [&](int chunk, int m) { return p.partials + (chunk * columns + (size_t)(first + m) * p.n_heads + head) * (KV + 2); };
+  const int mine = min(rows - first, kRows);
+  if (warp < mine) {
+    const float scale_log2 = __fmul_rn(p.scale, 1.44269504f);
+    float top = -INFINITY, l = 0;
+    for (int chunk = lane; chunk < n_chunks; chunk += 32) {
+      const float m = partial(chunk, warp)[KV];
+      factor[warp][chunk] = m;
+      top = fmaxf(top, m);
+    }
+    top = warp_max(top);
+    for (int chunk = lane; chunk < n_chunks; chunk += 32) {
+      const float f = exp2_fast(__fmul_rn(factor[warp][chunk] - top, scale_log2));
+      factor[warp][chunk] = f;
+      l = __fmaf_rn(partial(chunk, warp)[KV + 1], f, l);
+    }
+    l = warp_sum(l);
+    if (lane == 0) inverse[warp] = __fdiv_rn(1.f, l);
+  }
+  __syncthreads();
+  for (int m = 0; m < mine; m++) {
+    float o[kDims] = {};
+#pragma unroll 8
     for (int chunk = 0; chunk < n_chunks; chunk++) {
-      const float* from = p.partials + (chunk * columns + column) * (KV + 2);
-      Factors f;
-      const float new_m = from[KV];
-      top = fold_maximum(top, new_m, scale_log2, f);
-      l = fold(l, from[KV + 1], f);
+      const float* from = partial(chunk, m);
+      const float f = factor[m][chunk];
 #pragma unroll
-      for (int i = 0; i < KV / 32; i++) o[i] = fold(o[i], from[i * 32 + lane], f);
+      for (int i = 0; i < kDims; i++)
+        if (i * kThreads + (int)threadIdx.x < KV) o[i] = __fmaf_rn(from[i * kThreads + threadIdx.x], f, o[i]);
     }
-    const float inv = __fdiv_rn(1.f, l);
 #pragma unroll
-    for (int i = 0; i < KV / 32; i++) {
-      const bf16 y = __float2bfloat16(__fmul_rn(o[i], inv));
-      attended[warp][i * 32 + lane] = y;
-      p.attended[column * KV + i * 32 + lane] = y;
+    for (int i = 0; i < kDims; i++) {
+      const int dim = i * kThreads + threadIdx.x;
+      if (dim >= KV) continue;
+      const bf16 y = __float2bfloat16(__fmul_rn(o[i], inverse[m]));
+      attended[m][dim] = y;
+      p.attended[((size_t)(first + m) * p.n_heads + head) * KV + dim] = y;
     }
-  } else {
-    for (int i = lane; i < KV; i += 32) attended[warp][i] = __float2bfloat16(0.f);
   }
   __syncthreads();
   for (int tile = warp; tile < n_tiles; tile += kWarps) {
     float acc[4] = {0, 0, 0, 0};
-#pragma unroll 4
+#pragma unroll 8
     for (int b = 0; b < k_blocks; b++) {
-      const uint4 in = *reinterpret_cast<const uint4*>(&attended[g][b * 32 + 8 * t]);
+      const uint4 in = g < mine ? *reinterpret_cast<const uint4*>(&attended[g][b * 32 + 8 * t]) : make_uint4(0, 0, 0, 0);
       const uint4* w = weights + ((size_t)tile * k_blocks + b) * 64 + lane;
       mma_bf16(acc, load_constants(w), in.x, in.y);
       mma_bf16(acc, load_constants(w + 32), in.z, in.w);
@@ -239,7 +260,7 @@ template <int KV> __device__ __forceinline__ void latent_value(const LatentParam
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int row = first + 2 * t + (i & 1);
-      if (row < rows) p.out[((size_t)row * p.n_heads + head) * p.v_dim + tile * 16 + g + 8 * (i >> 1)] = __float2bfloat16(acc[i]);
+      if (row < first + mine) p.out[((size_t)row * p.n_heads + head) * p.v_dim + tile * 16 + g + 8 * (i >> 1)] = __float2bfloat16(acc[i]);
     }
   }
 }

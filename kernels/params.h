@@ -550,13 +550,15 @@ static_assert(sizeof(ExpertMatrix) == 32, "twin in Rust");
 static_assert(sizeof(ExpertParams) == 288, "twin in Rust");
 
 // ---- mla.cu ----
-// The chunks of a latent cache: 64 positions wide up to 2,048, 256 up to 16,384, 1,024 beyond. Absolute, so that bits depend on the position alone.
+// The chunks of a latent cache: 32 positions wide up to 2,048, 64 to 4,096, 128 to 8,192, 256 to 16,384, 1,024 beyond. Absolute, so that bits depend on the position alone.
 __host__ __device__ inline int latent_chunk_of(int position) {
-  return position < 2048 ? position / 64 : position < 16384 ? 32 + (position - 2048) / 256 : 88 + (position - 16384) / 1024;
+  return position < 2048 ? position / 32 : position < 4096 ? 32 + position / 64 : position < 8192 ? 64 + position / 128 : position < 16384 ? 96 + position / 256 : 144 + position / 1024;
 }
 __host__ __device__ inline int latent_chunk_begin(int chunk) {
-  return chunk < 32 ? chunk * 64 : chunk < 88 ? 2048 + (chunk - 32) * 256 : 16384 + (chunk - 88) * 1024;
+  return chunk < 64 ? chunk * 32 : chunk < 96 ? (chunk - 32) * 64 : chunk < 128 ? (chunk - 64) * 128 : chunk < 160 ? (chunk - 96) * 256 : (chunk - 144) * 1024;
 }
+constexpr int kValueRows = 2;        // rows of a block of latent_value
+constexpr int kLatentChunks = 512;   // most that latent_value folds: contexts of up to 376,832
 // All kernels of a layer's latent attention. Row i is at position *length + i, for i < min(*rows, max_rows). Heads are those of this rank.
 struct LatentParams {
   const bf16* latents;     // [max_rows][latents_stride]: q_rank of queries, then kv_rank and rope_dim of keys and values, raw
@@ -578,5 +580,6 @@ struct LatentParams {
   float rope_factor;       // of cos and sin
   float norm_eps;
   int pad;
+  NextWeights next;        // asked for by latent_query: the memory has little else to do during these three kernels
 };
-static_assert(sizeof(LatentParams) == 152, "twin in Rust");
+static_assert(sizeof(LatentParams) == 176, "twin in Rust");
