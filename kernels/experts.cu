@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kExpertThreads = 512, kExpertWarps = kExpertThreads / 32;
 
 // Where a lane's float4 lies among 32 of a tile's sums, so that lanes store and adders (below) read without bank conflicts: as in linear.cu.
 __device__ __forceinline__ int sum_slot(int g, int t) { return t * 8 + ((g + 2 * t) & 7); }
@@ -33,11 +33,11 @@ __device__ __forceinline__ int rows_in_use(const int* n_rows, int first_row, int
 // K is cut into 64 runs; block y has runs 16 y ..  16 y + 15, one a warp, and adds them in order.
 template <int kColumns> __device__ __forceinline__ void router(const RouterParams& p) {
   constexpr int kAhead = kColumns == 1 ? 4 : 2;
-  SHARED(float4, partial, [kWarps][kColumns][32]);
+  SHARED(float4, partial, [kExpertWarps][kColumns][32]);
   pdl_launch_dependents();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int k_blocks = k_blocks_of(p.k), run = (k_blocks + kRouterSplits * kWarps - 1) / (kRouterSplits * kWarps);
-  const int first = min((int)(blockIdx.y * kWarps + warp) * run, k_blocks), n = min(run, k_blocks - first);
+  const int k_blocks = k_blocks_of(p.k), run = (k_blocks + kRouterSplits * kExpertWarps - 1) / (kRouterSplits * kExpertWarps);
+  const int first = min((int)(blockIdx.y * kExpertWarps + warp) * run, k_blocks), n = min(run, k_blocks - first);
   const char* weights = reinterpret_cast<const char*>(p.weights) + ((size_t)blockIdx.x * k_blocks + first) * Bf16::kBlockBytes + lane * Bf16::kLaneBytes;
   Bf16::Held held[kAhead];
 #pragma unroll
@@ -66,7 +66,7 @@ template <int kColumns> __device__ __forceinline__ void router(const RouterParam
   const int e = blockIdx.x * 16 + a.n;
   float sum = 0;
 #pragma unroll
-  for (int w = 0; w < kWarps; w++) sum = __fadd_rn(sum, reinterpret_cast<const float*>(partial[w][threadIdx.x >> 7])[a.at]);
+  for (int w = 0; w < kExpertWarps; w++) sum = __fadd_rn(sum, reinterpret_cast<const float*>(partial[w][threadIdx.x >> 7])[a.at]);
   if (a.column < p.rows && e < p.n_experts) p.sums[((size_t)blockIdx.y * p.rows + a.column) * p.n_experts + e] = sum;
 }
 
@@ -86,10 +86,10 @@ __device__ __forceinline__ unsigned ordered(float x) {
 // `score` is shared memory, [kRows][n_experts], free again afterwards. Ends with a barrier.
 template <int kRows> __device__ __noinline__ void route(const ExpertParams& ep, int rows, float* score, float* inverse, Chosen<kRows>& chosen, bool leaves_work) {
   const RouteParams& p = ep.route;
-  SHARED(unsigned, first_of_warp, [kWarps]);
+  SHARED(unsigned, first_of_warp, [kExpertWarps]);
   constexpr int kMine = kMaxExperts / 32;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = warp, E = p.n_experts, group = E / p.n_groups;
-  for (int i = threadIdx.x; i < rows * E; i += kThreads) {
+  for (int i = threadIdx.x; i < rows * E; i += kExpertThreads) {
     float part[kRouterSplits];
 #pragma unroll
     for (int s = 0; s < kRouterSplits; s++) part[s] = load_activation(p.sums + (size_t)s * ep.rows * E + i);
@@ -189,7 +189,7 @@ template <int kRows> __device__ __noinline__ void route(const ExpertParams& ep, 
   __syncthreads();
   int at = __popc(wanted & ((1u << lane) - 1)), n = 0;
 #pragma unroll
-  for (int w = 0; w < kWarps; w++) {
+  for (int w = 0; w < kExpertWarps; w++) {
     if (w < warp) at += first_of_warp[w];
     n += first_of_warp[w];
   }
@@ -272,7 +272,7 @@ struct Run {
     const int k_blocks = k_blocks_of(k);
     segment_blocks = segment_blocks_of(k_blocks);
     n_segments = (k_blocks + segment_blocks - 1) / segment_blocks;
-    const int a_warp = (n_segments + kWarps - 1) / kWarps;
+    const int a_warp = (n_segments + kExpertWarps - 1) / kExpertWarps;
     first_segment = warp * a_warp;
     first = first_segment * segment_blocks;
     n = max(0, min(a_warp * segment_blocks, k_blocks - first));
@@ -380,7 +380,7 @@ __device__ __forceinline__ void experts_up(const ExpertParams& p) {
 constexpr int kRuns = 8;   // of the shared expert's K, added in order
 template <class Routed, class Common, int kColumns>
 __device__ __forceinline__ void experts_down(const ExpertParams& p) {
-  constexpr int kTiles = kColumns == 1 ? 2 : 1, kRows = kColumns * 8, kWorkers = kWarps / kTiles;   // workers: warps of one tile
+  constexpr int kTiles = kColumns == 1 ? 2 : 1, kRows = kColumns * 8, kWorkers = kExpertWarps / kTiles;   // workers: warps of one tile
   SHARED(float, sums, [kTiles][kRows * kMaxChosen][16]);         // [row * top_k + slot][output]
   SHARED(float4, common, [kTiles][kRuns][kColumns][32]);
   struct Place {   // of a warp and a lane
@@ -495,14 +495,14 @@ __device__ __forceinline__ void experts_down(const ExpertParams& p) {
 
 }  // namespace
 
-KERNEL(router_m8, RouterParams, kThreads, 2) { router<1>(p); }
-KERNEL(router_m16, RouterParams, kThreads, 2) { router<2>(p); }
+KERNEL(router_m8, RouterParams, kExpertThreads, 2) { router<1>(p); }
+KERNEL(router_m16, RouterParams, kExpertThreads, 2) { router<2>(p); }
 // experts_<up|down>_m<most rows>_<format of the routed experts>_<of the shared one>.
 #define EXPERTS(routed, shared, Routed, Shared)                                                                                   \
-  KERNEL(experts_up_m8_##routed##_##shared, ExpertParams, kThreads, 2) { experts_up<Routed, Shared, 1>(p); }                       \
-  KERNEL(experts_up_m16_##routed##_##shared, ExpertParams, kThreads, 2) { experts_up<Routed, Shared, 2>(p); }                      \
-  KERNEL(experts_down_m8_##routed##_##shared, ExpertParams, kThreads, 2) { experts_down<Routed, Shared, 1>(p); }                   \
-  KERNEL(experts_down_m16_##routed##_##shared, ExpertParams, kThreads, 2) { experts_down<Routed, Shared, 2>(p); }
+  KERNEL(experts_up_m8_##routed##_##shared, ExpertParams, kExpertThreads, 2) { experts_up<Routed, Shared, 1>(p); }                       \
+  KERNEL(experts_up_m16_##routed##_##shared, ExpertParams, kExpertThreads, 2) { experts_up<Routed, Shared, 2>(p); }                      \
+  KERNEL(experts_down_m8_##routed##_##shared, ExpertParams, kExpertThreads, 2) { experts_down<Routed, Shared, 1>(p); }                   \
+  KERNEL(experts_down_m16_##routed##_##shared, ExpertParams, kExpertThreads, 2) { experts_down<Routed, Shared, 2>(p); }
 EXPERTS(bf16, bf16, Bf16, Bf16)
 EXPERTS(fp8, fp8, Fp8, Fp8)
 EXPERTS(int4, bf16, Int4, Bf16)
