@@ -7,7 +7,6 @@
 //
 // Width does not show in the bits: an expert's product with a row is a column of the mma, summed in an order that the weight alone decides; a row adds its experts in
 // ascending order and the shared one last, whatever other rows want.
-// Weights come through L2: a warp asks it for its whole run of a tile at once and reads behind with few registers.
 #include "format.cuh"
 #include "linear_row.cuh"
 
@@ -38,10 +37,10 @@ template <int kColumns> __device__ __forceinline__ void router(const RouterParam
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int k_blocks = k_blocks_of(p.k), run = (k_blocks + kRouterSplits * kExpertWarps - 1) / (kRouterSplits * kExpertWarps);
   const int first = min((int)(blockIdx.y * kExpertWarps + warp) * run, k_blocks), n = min(run, k_blocks - first);
-  const char* weights = reinterpret_cast<const char*>(p.weights) + ((size_t)blockIdx.x * k_blocks + first) * Bf16::kBlockBytes + lane * Bf16::kLaneBytes;
+  const char* weights = reinterpret_cast<const char*>(p.weights) + ((size_t)blockIdx.x * k_blocks + first) * Bf16::kUnitBytes + lane * Bf16::kLaneBytes;
   Bf16::Held held[kAhead];
 #pragma unroll
-  for (int u = 0; u < kAhead; u++) if (u < n) Bf16::load(held[u], weights + u * Bf16::kBlockBytes, nullptr, lane);
+  for (int u = 0; u < kAhead; u++) if (u < n) Bf16::load(held[u], weights + u * Bf16::kUnitBytes, nullptr, lane);
   pdl_wait();
   float acc[kColumns][4] = {};
   for (int b = 0; b < n; b += kAhead) {
@@ -52,9 +51,9 @@ template <int kColumns> __device__ __forceinline__ void router(const RouterParam
       for (int c = 0; c < kColumns; c++) {
         const int row = c * 8 + g, k = (first + b + u) * 32 + 8 * t;
         const uint4 in = row < p.rows && k < p.k ? load_activations(reinterpret_cast<const uint4*>(p.x + (size_t)row * p.x_stride + k)) : make_uint4(0, 0, 0, 0);
-        Bf16::multiply(acc[c], held[u], in);
+        Bf16::multiply(acc[c], held[u], 0, in);
       }
-      if (b + u + kAhead < n) Bf16::load(held[u], weights + (b + u + kAhead) * Bf16::kBlockBytes, nullptr, lane);
+      if (b + u + kAhead < n) Bf16::load(held[u], weights + (b + u + kAhead) * Bf16::kUnitBytes, nullptr, lane);
     }
   }
   prefetch_next(p.next);
@@ -82,52 +81,67 @@ __device__ __forceinline__ unsigned ordered(float x) {
   const unsigned u = __float_as_uint(__fadd_rn(x, 0.0f));
   return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
-// For all rows in use: their experts, as a block sees them. A call, not inlined: its registers are not those of the streams around it.
-// `score` is shared memory, [kRows][n_experts], free again afterwards. Ends with a barrier.
-template <int kRows> __device__ __noinline__ void route(const ExpertParams& ep, int rows, float* score, float* inverse, Chosen<kRows>& chosen, bool leaves_work) {
+// For all rows in use: their experts, as a block sees them, and 1/rms of each. `score` is shared memory, [kRows][n_experts], free again afterwards. Waits for the kernel before, after
+// it has asked for the constants; ends with a barrier; returns the rows in use. A call, not inlined: its registers are not those of the streams around it.
+template <int kRows> __device__ __noinline__ int route(const ExpertParams& ep, float* score, float* inverse, Chosen<kRows>& chosen, bool leaves_work) {
   const RouteParams& p = ep.route;
   SHARED(unsigned, first_of_warp, [kExpertWarps]);
-  constexpr int kMine = kMaxExperts / 32;
+  constexpr int kMine = kMaxExperts / 32, kTiles = 16;   // of a lane: experts lane, lane + 32, ..; tiles of the squares, so many at once
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = warp, E = p.n_experts, group = E / p.n_groups;
+  float bias[kMine];
+#pragma unroll
+  for (int i = 0; i < kMine; i++) bias[i] = p.bias && lane + i * 32 < E ? __uint_as_float(load_weights(reinterpret_cast<const uint32_t*>(p.bias + lane + i * 32))) : 0.0f;
+  chosen.wanting[threadIdx.x] = 0;
+  pdl_wait();
+  const int rows = rows_in_use(p.n_rows, p.first_row, ep.rows);
+  static_assert(kRouterSplits == 4, "the sum below");
   for (int i = threadIdx.x; i < rows * E; i += kExpertThreads) {
     float part[kRouterSplits];
 #pragma unroll
     for (int s = 0; s < kRouterSplits; s++) part[s] = load_activation(p.sums + (size_t)s * ep.rows * E + i);
     score[i] = __fadd_rn(__fadd_rn(__fadd_rn(part[0], part[1]), part[2]), part[3]);
   }
-  static_assert(kRouterSplits == 4, "the sum above");
-  chosen.wanting[threadIdx.x] = 0;
-  if (row < rows) {   // 1/rms of the row
+  if (row < rows) {
     const int tiles = ep.k / 16;
     const float* squares = ep.squares + (size_t)row * tiles;
     float sum = 0;
-    for (int tile = lane; tile < tiles; tile += 32) sum = __fadd_rn(sum, load_activation(squares + tile));
+    for (int first = lane; first < tiles; first += 32 * kTiles) {
+      float v[kTiles];
+#pragma unroll
+      for (int i = 0; i < kTiles; i++) v[i] = first + i * 32 < tiles ? load_activation(squares + first + i * 32) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kTiles; i++) sum = __fadd_rn(sum, v[i]);
+    }
     sum = warp_sum(sum);
     if (lane == 0) inverse[row] = inverse_rms(sum, ep.k, ep.eps);
   }
   __syncthreads();
   if (row < rows) {
-    float* mine = score + row * E;   // lane: experts lane, lane + 32, ..
+    float* mine = score + row * E;
     const float inv = inverse[row];
     float best = -INFINITY, sum = 0;
     if (p.softmax) {
       for (int e = lane; e < E; e += 32) best = fmaxf(best, __fmul_rn(mine[e], inv));
       best = warp_max(best);
     }
-    for (int e = lane; e < E; e += 32) {
-      const float logit = __fmul_rn(mine[e], inv), s = p.softmax ? __expf(__fsub_rn(logit, best)) : __fdiv_rn(1.0f, __fadd_rn(1.0f, __expf(-logit)));
+    unsigned key[kMine];   // of what decides: the score, biased. A row's softmax has one divisor, which changes no order
+#pragma unroll
+    for (int i = 0; i < kMine; i++) {
+      const int e = lane + i * 32;
+      key[i] = 0;
+      if (e >= E) continue;
+      const float logit = __fmul_rn(mine[e], inv), s = p.softmax ? __expf(__fsub_rn(logit, best)) : __fdividef(1.0f, __fadd_rn(1.0f, __expf(-logit)));
       sum = __fadd_rn(sum, s);
       mine[e] = s;
+      key[i] = ordered(__fadd_rn(s, bias[i]));
     }
     if (p.softmax) sum = warp_sum(sum);
     __syncwarp();
-    const auto biased = [&](int e) { return p.bias ? __fadd_rn(mine[e], p.bias[e]) : mine[e]; };   // a row's softmax has one divisor, which changes no order
-    unsigned kept = ~0u;   // bit per group
     if (p.n_groups > 1) {
       float first = -INFINITY, second = -INFINITY;   // of group `lane`
       if (lane < p.n_groups)
         for (int e = lane * group; e < (lane + 1) * group; e++) {
-          const float c = biased(e);
+          const float c = p.bias ? __fadd_rn(mine[e], p.bias[e]) : mine[e];
           second = fmaxf(second, fminf(first, c));
           first = fmaxf(first, c);
         }
@@ -137,13 +151,9 @@ template <int kRows> __device__ __noinline__ void route(const ExpertParams& ep, 
         const float theirs = __shfl_sync(0xffffffffu, both, other);
         better += theirs > both || (theirs == both && other < lane);
       }
-      kept = __ballot_sync(0xffffffffu, lane < p.n_groups && better < p.top_groups);
-    }
-    unsigned key[kMine];
+      const unsigned kept = __ballot_sync(0xffffffffu, lane < p.n_groups && better < p.top_groups);   // bit per group
 #pragma unroll
-    for (int i = 0; i < kMine; i++) {
-      const int e = lane + i * 32;
-      key[i] = e < E && (p.n_groups == 1 || kept >> e / group & 1) ? ordered(biased(e)) : 0;
+      for (int i = 0; i < kMine; i++) if (lane + i * 32 < E && !(kept >> (lane + i * 32) / group & 1)) key[i] = 0;
     }
     // The k best, one by one, of equals the lowest; lane i keeps the i-th.
     unsigned its = 0;
@@ -174,11 +184,7 @@ template <int kRows> __device__ __noinline__ void route(const ExpertParams& ep, 
     }
     if (lane < p.top_k) {
       chosen.slot_of[row][expert] = (unsigned char)lane;
-#ifdef CPU_SHIM
-      chosen.wanting[expert] |= 1u << row;
-#else
       atomicOr(reinterpret_cast<unsigned*>(chosen.wanting) + expert / 2, 1u << (row + expert % 2 * 16));
-#endif
       if (leaves_work) p.work->weight[row][lane] = __fmul_rn(__fdiv_rn(s, total), p.scale);
     }
   }
@@ -196,123 +202,116 @@ template <int kRows> __device__ __noinline__ void route(const ExpertParams& ep, 
   if (by) chosen.expert[at] = (unsigned short)threadIdx.x;
   if (threadIdx.x == 0) chosen.n = n;
   if (leaves_work) {
-    const bool shared = ep.shared.dim > 0 && rows > 0;
-    if (by || (threadIdx.x == 0 && shared)) {
-      if (by) {
-        ExpertItem& item = p.work->item[at];
-        item.expert = threadIdx.x;
-        item.n = __popc(by);
-        int j = 0;
-        for (unsigned rest = by; rest; rest &= rest - 1, j++) {
-          const int r = __ffs(rest) - 1;
-          item.row[j] = (unsigned char)r;
-          item.slot[j] = chosen.slot_of[r][threadIdx.x];
-        }
-      }
-      if (threadIdx.x == 0 && shared) {
-        ExpertItem& item = p.work->item[n];
-        item.expert = -1;
-        item.n = rows;
-        for (int r = 0; r < rows; r++) { item.row[r] = (unsigned char)r; item.slot[r] = (unsigned char)p.top_k; }
+    if (by) {
+      ExpertItem& item = p.work->item[at];
+      item.expert = threadIdx.x;
+      item.n = __popc(by);
+      int j = 0;
+      for (unsigned rest = by; rest; rest &= rest - 1, j++) {
+        const int r = __ffs(rest) - 1;
+        item.row[j] = (unsigned char)r;
+        item.slot[j] = chosen.slot_of[r][threadIdx.x];
       }
     }
-    if (threadIdx.x == 0) {
-      p.work->n_routed = n;
-      p.work->n_items = n + shared;
-    }
+    if (threadIdx.x == 0) p.work->n = n;
   }
   __syncthreads();
+  return rows;
 }
 
-// ---- a warp's run over blocks of K ----
-template <class F, int kColumns> constexpr int kAheadOf = kColumns == 2 ? 1 : 2;
-// For 16 rows of weights and up to 8 kColumns rows of x: acc[c] of columns 8c .. 8c + 7. `weights` is the lane's part of the first block, x[c] its first element,
-// n_x[c] how many of its blocks have one. Blocks are added segment by segment: `flush` gets the sum of each.
-template <class F, int kColumns, int kAhead, class Flush>
-__device__ __forceinline__ void sum_blocks(const char* weights, const float* scales, const bf16* (&x)[kColumns], const int (&n_x)[kColumns], int n_blocks, int segment_blocks, int lane, Flush flush) {
+// ---- a warp's run of K: some units of a tile, one behind the other ----
+template <class F> struct Run {
+  int first, n;
+  __device__ __forceinline__ Run(int k, int worker, int workers) {
+    const int units = units_of<F>(k), each = (units + workers - 1) / workers;
+    first = min(worker * each, units);
+    n = max(0, min(each, units - first));
+  }
+};
+template <class F> __device__ __forceinline__ const char* unit_of(const ExpertMatrix& m, int expert, int tile, int k, int first) {
+  return reinterpret_cast<const char*>(m.weights) + expert * m.bytes + ((size_t)tile * units_of<F>(k) + first) * F::kUnitBytes;
+}
+template <class F> __device__ __forceinline__ const float* scales_of(const ExpertMatrix& m, int expert, int tile, int k, int first) {
+  return F::kUnitBytes == 512 ? m.tile_scales + (size_t)expert * m.scales + ((size_t)tile * units_of<F>(k) + first) * 2 : nullptr;
+}
+// acc[c] += 16 rows of weights times columns 8c .. 8c + 7 of x. x[c]: what the lane multiplies of its column; left[c]: how many numbers of x there are from there on, 0 for a column that
+// is not wanted. Behind the end of x weights are 0.
+template <class F, int kColumns>
+__device__ __forceinline__ void sum_run(float (&acc)[kColumns][4], const char* weights, const float* scales, const bf16* (&x)[kColumns], int (&left)[kColumns], int n, int lane) {
+  constexpr int kAhead = kColumns == 2 ? 1 : 2;
+  constexpr bool kHoldsX = kColumns == 1;   // ahead as well; with more columns there are no registers for it
+  weights += lane * F::kLaneBytes;
   typename F::Held held[kAhead];
-  uint4 in[kAhead][kColumns];
-  const auto fetch = [&](int slot, int block, int u) {   // my block `block` + u, which weights and x are u before
-    if (block + u >= n_blocks) return;
-    F::load(held[slot], weights + u * F::kBlockBytes, scales + u * 2, lane);
+  uint4 in[kHoldsX ? kAhead : 1][kColumns][kHoldsX ? F::kWords : 1] = {};
+  const auto fetch_x = [&](int slot, int u, int w) {
 #pragma unroll
-    for (int c = 0; c < kColumns; c++) in[slot][c] = block + u < n_x[c] ? load_activations(reinterpret_cast<const uint4*>(x[c] + u * 32)) : make_uint4(0, 0, 0, 0);
+    for (int c = 0; c < kColumns; c++)
+      if (left[c] > u * F::kK + w * 32) in[slot][c][kHoldsX ? w : 0] = load_activations(reinterpret_cast<const uint4*>(x[c] + u * F::kK + w * 32));
+  };
+  const auto fetch = [&](int slot, int u) {
+    F::load(held[slot], weights + u * F::kUnitBytes, scales + u * 2, lane);
+    if (kHoldsX)
+#pragma unroll
+      for (int w = 0; w < F::kWords; w++) fetch_x(slot, u, w);
   };
 #pragma unroll
-  for (int u = 0; u < kAhead; u++) fetch(u, 0, u);
-  float acc[kColumns][4] = {};
-  int left = segment_blocks;
+  for (int u = 0; u < kAhead; u++) if (u < n) fetch(u, u);
 #pragma unroll 1
-  for (int b = 0; b < n_blocks; b += kAhead) {
+  for (; n > 0; n -= kAhead) {
 #pragma unroll
     for (int u = 0; u < kAhead; u++) {
-      if (b + u >= n_blocks) break;
+      if (u < n) {
 #pragma unroll
-      for (int c = 0; c < kColumns; c++) F::multiply(acc[c], held[u], in[u][c]);
-      fetch(u, b, u + kAhead);
-      if (--left == 0 || b + u + 1 == n_blocks) {
-        flush(acc);
+        for (int w = 0; w < F::kWords; w++) {
+          if (!kHoldsX) fetch_x(0, u, w);
 #pragma unroll
-        for (int c = 0; c < kColumns; c++) acc[c][0] = acc[c][1] = acc[c][2] = acc[c][3] = 0;
-        left = segment_blocks;
+          for (int c = 0; c < kColumns; c++) F::multiply(acc[c], held[u], w, in[kHoldsX ? u : 0][c][kHoldsX ? w : 0]);
+          if (!kHoldsX) __syncwarp();   // keeps the next word's loads from being moved up: they would cost more registers than there are
+        }
       }
+      if (u + kAhead < n) fetch(u, u + kAhead);
     }
-    weights += kAhead * F::kBlockBytes;
-    if constexpr (F::kBlockBytes == 512) scales += kAhead * 2;
+    weights += kAhead * F::kUnitBytes;
+    scales += kAhead * 2;
 #pragma unroll
-    for (int c = 0; c < kColumns; c++) x[c] += kAhead * 32;
+    for (int c = 0; c < kColumns; c++) { x[c] += kAhead * F::kK; left[c] -= kAhead * F::kK; }
   }
 }
 
 // ---- experts_up ----
-// A warp's run of a tile's K: whole segments, as in linear.cu.
-struct Run {
-  int first, n, first_segment, n_segments, segment_blocks;
-  __device__ __forceinline__ Run(int k, int warp) {
-    const int k_blocks = k_blocks_of(k);
-    segment_blocks = segment_blocks_of(k_blocks);
-    n_segments = (k_blocks + segment_blocks - 1) / segment_blocks;
-    const int a_warp = (n_segments + kExpertWarps - 1) / kExpertWarps;
-    first_segment = warp * a_warp;
-    first = first_segment * segment_blocks;
-    n = max(0, min(a_warp * segment_blocks, k_blocks - first));
-  }
-};
-template <class F> __device__ __forceinline__ const char* run_of(const ExpertMatrix& m, int expert, int tile, int k, const Run& run) {
-  return reinterpret_cast<const char*>(m.weights) + expert * m.bytes + ((size_t)tile * k_blocks_of(k) + run.first) * F::kBlockBytes;
-}
-template <class F> __device__ __forceinline__ void prefetch_run(const ExpertMatrix& m, int expert, int tile, int k, const Run& run) {
-  if ((threadIdx.x & 31) == 0 && run.n > 0) prefetch_l2(run_of<F>(m, expert, tile, k, run), run.n * F::kBlockBytes);
-}
 template <class F, int kColumns>
 __device__ __forceinline__ void up_tile(const ExpertParams& p, const ExpertMatrix& m, int expert, unsigned by, const unsigned char* slot_of, int tile, float4 (*partial)[kColumns][32], const float* inverse) {
-  const int thread_now = thread_index_anew(), lane = thread_now & 31, g = lane >> 2, t = lane & 3, n = __popc(by);
-  const Run run(p.k, thread_now >> 5);
+  const int n = __popc(by);
   // Column j is the j-th row that wants the expert.
   const auto row_of = [&](int j) { unsigned rest = by; for (int i = 0; i < j; i++) rest &= rest - 1; return __ffs(rest) - 1; };
-  const bf16* x[kColumns];
-  int n_x[kColumns];
+  {
+    const int thread = thread_index_anew(), warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+    const Run<F> run(p.k, warp, kExpertWarps);
+    const bf16* x[kColumns];
+    int left[kColumns];
 #pragma unroll
-  for (int c = 0; c < kColumns; c++) {
-    const bool wanted = c * 8 + g < n;
-    x[c] = p.x + (size_t)(wanted ? row_of(c * 8 + g) : 0) * p.x_stride + run.first * 32 + 8 * t;
-    n_x[c] = wanted ? (p.k - run.first * 32 - 8 * t + 31) >> 5 : 0;
+    for (int c = 0; c < kColumns; c++) {
+      const bool wanted = c * 8 + g < n;
+      x[c] = p.x + (size_t)(wanted ? row_of(c * 8 + g) : 0) * p.x_stride + run.first * F::kK + 8 * t;
+      left[c] = wanted ? p.k - run.first * F::kK - 8 * t : 0;
+    }
+    float acc[kColumns][4] = {};
+    sum_run<F, kColumns>(acc, unit_of<F>(m, expert, tile, p.k, run.first), scales_of<F>(m, expert, tile, p.k, run.first), x, left, run.n, lane);
+#pragma unroll
+    for (int c = 0; c < kColumns; c++) store_shared(shared_address(&partial[warp][c][sum_slot(g, t)]), acc[c]);
   }
-  SharedAddress to = shared_address(&partial[run.first_segment][0][sum_slot(g, t)]);
-  const float* scales = m.tile_scales + (size_t)expert * m.scales + ((size_t)tile * k_blocks_of(p.k) + run.first) * 2;
-  sum_blocks<F, kColumns, kAheadOf<F, kColumns>>(run_of<F>(m, expert, tile, p.k, run) + lane * F::kLaneBytes, scales, x, n_x, run.n, run.segment_blocks, lane, [&](float (&acc)[kColumns][4]) {
-#pragma unroll
-    for (int c = 0; c < kColumns; c++) store_shared(to + c * 512, acc[c]);
-    to += kColumns * 512;
-  });
+#ifndef PLANT_MISSING_BARRIER
   __syncthreads();
+#endif
   const int thread = thread_index_anew();
   if (thread < kColumns * 128) {
     const Adder a(thread);
     const SharedAddress sums = shared_address(&partial[0][thread >> 7][0]) + a.at * 4;
-    float y = 0;
-#pragma unroll 4
-    for (int s = 0; s < run.n_segments; s++) y = __fadd_rn(y, load_shared(sums + s * kColumns * 512));
+    float v[kExpertWarps], y = 0;
+#pragma unroll
+    for (int w = 0; w < kExpertWarps; w++) v[w] = load_shared(sums + w * kColumns * 512);
+#pragma unroll
+    for (int w = 0; w < kExpertWarps; w++) y = __fadd_rn(y, v[w]);
     const bool wanted = a.column < n;
     const int row = wanted ? row_of(a.column) : 0, j = tile * 8 + (a.n & 7);
     y = __fmul_rn(inverse[row], y);
@@ -324,45 +323,29 @@ __device__ __forceinline__ void up_tile(const ExpertParams& p, const ExpertMatri
 
 template <class Routed, class Common, int kColumns>
 __device__ __forceinline__ void experts_up(const ExpertParams& p) {
-  constexpr int kBuffers = kColumns == 1 ? 2 : 1, kRows = kColumns * 8;
-  constexpr int kCost = (Common::kBlockBytes + Routed::kBlockBytes / 2) / Routed::kBlockBytes;   // of a shared expert's tile, in tiles of the routed ones
-  SHARED(float4, partial, [kBuffers][32][kColumns][32]);   // and before that the routes' scores
+  constexpr int kRows = kColumns * 8, kCost = 2 * Common::kUnitBytes * Routed::kK / (Routed::kUnitBytes * Common::kK) + 1 >> 1;   // of a shared expert's tile, in tiles of the routed ones
+  SHARED(float4, partial, [2][kExpertWarps][kColumns][32]);   // in turn, so that a tile needs one barrier; before that the routes' scores
   SHARED(Chosen<kRows>, chosen, );
   SHARED(float, inverse, [kRows]);
-  static_assert(sizeof(float4) * 32 * kColumns * 32 == sizeof(float) * kRows * kMaxExperts, "scores fit one buffer");
+  static_assert(sizeof(float4) * 2 * kExpertWarps * kColumns * 32 == sizeof(float) * kRows * kMaxExperts, "scores fit");
   pdl_launch_dependents();
   const int shared_tiles = (p.shared.dim + 7) / 8, tiles = (p.routed.dim + 7) / 8, block = blockIdx.x, blocks = gridDim.x;
-  if (block < shared_tiles) prefetch_run<Common>(p.shared, 0, block, p.k, Run(p.k, threadIdx.x >> 5));
-  pdl_wait();
-  const int rows = rows_in_use(p.route.n_rows, p.route.first_row, p.rows);
-  route<kRows>(p, rows, reinterpret_cast<float*>(partial), inverse, chosen, block == 0);
+  if (block < shared_tiles) {   // the choice takes a while
+    const Run<Common> run(p.k, threadIdx.x >> 5, kExpertWarps);
+    if ((threadIdx.x & 31) == 0 && run.n > 0) prefetch_l2(unit_of<Common>(p.shared, 0, block, p.k, run.first), run.n * Common::kUnitBytes);
+  }
+  const int rows = route<kRows>(p, reinterpret_cast<float*>(partial), inverse, chosen, block == 0);
   if (rows == 0) return;
   int buffer = 0;
-  const auto turn = [&] {
-    if (kBuffers == 1) __syncthreads();
-    else buffer ^= 1;
-  };
-  for (int tile = block; tile < shared_tiles; tile += blocks) {
+  for (int tile = block; tile < shared_tiles; tile += blocks, buffer ^= 1)
     up_tile<Common, kColumns>(p, p.shared, 0, (1u << rows) - 1, nullptr, tile, partial[buffer], inverse);
-    turn();
-  }
   // Blocks with a tile of the shared expert skip as many rounds as it costs; where there are more such tiles than blocks, none do.
   const int others = blocks - shared_tiles, n_tiles = chosen.n * tiles;
-  const auto tile_of_round = [&](int round) {
-    if (others <= 0) return round * blocks + block;
-    if (round >= kCost) return kCost * others + (round - kCost) * blocks + block;
-    return block < shared_tiles ? -1 : round * others + block - shared_tiles;
-  };
-  const int first_round = others > 0 && block < shared_tiles ? kCost : 0;
-  for (int round = first_round;; round++) {
-    const int i = tile_of_round(round), after = tile_of_round(round + 1);
+  for (int round = others > 0 && block < shared_tiles ? kCost : 0;; round++, buffer ^= 1) {
+    const int i = others <= 0 ? round * blocks + block : round >= kCost ? kCost * others + (round - kCost) * blocks + block : round * others + block - shared_tiles;
     if (i >= n_tiles) break;
     const int expert = chosen.expert[i / tiles];
-    const Run run(p.k, thread_index_anew() >> 5);
-    if (round == first_round) prefetch_run<Routed>(p.routed, expert, i % tiles, p.k, run);
-    if (after < n_tiles) prefetch_run<Routed>(p.routed, chosen.expert[after / tiles], after % tiles, p.k, run);
     up_tile<Routed, kColumns>(p, p.routed, expert, chosen.wanting[expert], &chosen.slot_of[0][expert], i % tiles, partial[buffer], inverse);
-    turn();
   }
   // The way down: each block asks for its share of every chosen expert, up to what L2 keeps beside the rest.
   if (p.down.weights) {
@@ -376,29 +359,23 @@ __device__ __forceinline__ void experts_up(const ExpertParams& p) {
 }
 
 // ---- experts_down ----
-// A block has kTiles tiles of 16 outputs, a half of its warps each.
+// A block has kTiles tiles of 16 outputs, each worked on by so many of its warps.
 constexpr int kRuns = 8;   // of the shared expert's K, added in order
 template <class Routed, class Common, int kColumns>
 __device__ __forceinline__ void experts_down(const ExpertParams& p) {
-  constexpr int kTiles = kColumns == 1 ? 2 : 1, kRows = kColumns * 8, kWorkers = kExpertWarps / kTiles;   // workers: warps of one tile
+  constexpr int kTiles = kColumns == 1 ? 2 : 1, kRows = kColumns * 8, kWorkers = kExpertWarps / kTiles;
   SHARED(float, sums, [kTiles][kRows * kMaxChosen][16]);         // [row * top_k + slot][output]
   SHARED(float4, common, [kTiles][kRuns][kColumns][32]);
   struct Place {   // of a warp and a lane
     int lane, g, t, own, worker, tile;
     __device__ __forceinline__ Place(int thread) : lane(thread & 31), g(lane >> 2), t(lane & 3), own((thread >> 5) / kWorkers), worker((thread >> 5) % kWorkers), tile(blockIdx.x * kTiles + own) {}
   };
-  const int n_tiles = p.n / 16, k_shared = k_blocks_of(p.shared.dim), run = (k_shared + kRuns - 1) / kRuns;
-  const auto shared_run = [&](const Place& at, int& n) {   // this worker's first block and how many there are
-    const int first = min(at.worker * run, k_shared);
-    n = at.worker < kRuns && at.tile < n_tiles ? min(run, k_shared - first) : 0;
-    return first;
-  };
+  const int n_tiles = p.n / 16;
   pdl_launch_dependents();
-  {
+  if (p.shared.dim > 0) {
     const Place at(threadIdx.x);
-    int n;
-    const int first = shared_run(at, n);
-    if (at.lane == 0 && n > 0) prefetch_l2(reinterpret_cast<const char*>(p.shared.weights) + ((size_t)at.tile * k_shared + first) * Common::kBlockBytes, n * Common::kBlockBytes);
+    const Run<Common> run(p.shared.dim, at.worker, kRuns);
+    if (at.lane == 0 && at.tile < n_tiles && run.n > 0) prefetch_l2(unit_of<Common>(p.shared, 0, at.tile, p.shared.dim, run.first), run.n * Common::kUnitBytes);
   }
   pdl_wait();
   const ExpertWork& work = *p.route.work;
@@ -406,57 +383,62 @@ __device__ __forceinline__ void experts_down(const ExpertParams& p) {
   if (rows == 0) return;
   {
     const Place at(thread_index_anew());
-    const int k_blocks = k_blocks_of(p.routed.dim), n_routed = at.tile < n_tiles ? work.n_routed : 0;
-#pragma unroll 1
-    for (int i = at.worker; i < n_routed; i += kWorkers) {
+    const int n_items = at.tile < n_tiles ? work.n : 0;
+    // The next item's description is under way while this one is worked on.
+    struct Item { int expert, n, row[kColumns], slot[kColumns]; };
+    const auto describe = [&](int i) {
       const ExpertItem& item = work.item[i];
-      const int n = item.n;
+      Item r{item.expert, item.n, {}, {}};
+#pragma unroll
+      for (int c = 0; c < kColumns; c++) { r.row[c] = item.row[c * 8 + at.g]; r.slot[c] = item.slot[c * 8 + at.g]; }
+      return r;
+    };
+    Item next = describe(at.worker);
+#pragma unroll 1
+    for (int i = at.worker; i < n_items; i += kWorkers) {
+      const Item item = next;
+      if (i + kWorkers < n_items) next = describe(i + kWorkers);
       const bf16* x[kColumns];
-      int n_x[kColumns];
+      int left[kColumns];
 #pragma unroll
       for (int c = 0; c < kColumns; c++) {
-        const bool wanted = c * 8 + at.g < n;
-        x[c] = p.x + (wanted ? (size_t)item.row[c * 8 + at.g] * p.x_stride + item.slot[c * 8 + at.g] * p.routed.dim : 0) + 8 * at.t;
-        n_x[c] = wanted ? (p.routed.dim - 8 * at.t + 31) >> 5 : 0;
+        const bool wanted = c * 8 + at.g < item.n;
+        x[c] = p.x + (wanted ? (size_t)item.row[c] * p.x_stride + item.slot[c] * p.routed.dim : 0) + 8 * at.t;
+        left[c] = wanted ? p.routed.dim - 8 * at.t : 0;
       }
-      const size_t block = (size_t)at.tile * k_blocks;
-      sum_blocks<Routed, kColumns, kAheadOf<Routed, kColumns>>(
-          reinterpret_cast<const char*>(p.routed.weights) + item.expert * p.routed.bytes + block * Routed::kBlockBytes + at.lane * Routed::kLaneBytes,
-          p.routed.tile_scales + (size_t)item.expert * p.routed.scales + block * 2, x, n_x, k_blocks, k_blocks, at.lane, [&](float (&acc)[kColumns][4]) {
+      float acc[kColumns][4] = {};
+      sum_run<Routed, kColumns>(acc, unit_of<Routed>(p.routed, item.expert, at.tile, p.routed.dim, 0), scales_of<Routed>(p.routed, item.expert, at.tile, p.routed.dim, 0), x, left, units_of<Routed>(p.routed.dim), at.lane);
 #pragma unroll
-            for (int c = 0; c < kColumns; c++)
+      for (int c = 0; c < kColumns; c++)
 #pragma unroll
-              for (int e = 0; e < 4; e++) {
-                const int column = c * 8 + 2 * at.t + (e & 1);
-                if (column < n) sums[at.own][item.row[column] * top_k + item.slot[column]][at.g + 8 * (e >> 1)] = acc[c][e];
-              }
-          });
+        for (int e = 0; e < 4; e++) {
+          const int column = c * 8 + 2 * at.t + (e & 1);
+          if (column < item.n) sums[at.own][work.item[i].row[column] * top_k + work.item[i].slot[column]][at.g + 8 * (e >> 1)] = acc[c][e];
+        }
     }
   }
   if (p.shared.dim > 0) {
     const Place at(thread_index_anew());
-    int n;
-    const int first = shared_run(at, n);
-    const bf16* x[kColumns];
-    int n_x[kColumns];
+    const Run<Common> run(p.shared.dim, at.worker, kRuns);
+    if (at.worker < kRuns && at.tile < n_tiles) {
+      const bf16* x[kColumns];
+      int left[kColumns];
 #pragma unroll
-    for (int c = 0; c < kColumns; c++) {
-      const bool wanted = c * 8 + at.g < rows;
-      x[c] = p.x + (size_t)(wanted ? c * 8 + at.g : 0) * p.x_stride + top_k * p.routed.dim + first * 32 + 8 * at.t;
-      n_x[c] = wanted ? (p.shared.dim - first * 32 - 8 * at.t + 31) >> 5 : 0;
+      for (int c = 0; c < kColumns; c++) {
+        const bool wanted = c * 8 + at.g < rows;
+        x[c] = p.x + (size_t)(wanted ? c * 8 + at.g : 0) * p.x_stride + top_k * p.routed.dim + run.first * Common::kK + 8 * at.t;
+        left[c] = wanted ? p.shared.dim - run.first * Common::kK - 8 * at.t : 0;
+      }
+      float acc[kColumns][4] = {};
+      sum_run<Common, kColumns>(acc, unit_of<Common>(p.shared, 0, at.tile, p.shared.dim, run.first), scales_of<Common>(p.shared, 0, at.tile, p.shared.dim, run.first), x, left, run.n, at.lane);
+#pragma unroll
+      for (int c = 0; c < kColumns; c++) store_shared(shared_address(&common[at.own][at.worker][c][sum_slot(at.g, at.t)]), acc[c]);
     }
-    const size_t block = (size_t)at.tile * k_shared + first;
-    sum_blocks<Common, kColumns, kAheadOf<Common, kColumns>>(reinterpret_cast<const char*>(p.shared.weights) + block * Common::kBlockBytes + at.lane * Common::kLaneBytes, p.shared.tile_scales + block * 2,
-                                                             x, n_x, n, n, at.lane, [&](float (&acc)[kColumns][4]) {
-#pragma unroll
-                                                               for (int c = 0; c < kColumns; c++) store_shared(shared_address(&common[at.own][at.worker][c][sum_slot(at.g, at.t)]), acc[c]);
-                                                             });
-    if (n == 0 && at.worker < kRuns)
-#pragma unroll
-      for (int c = 0; c < kColumns; c++) store_shared(shared_address(&common[at.own][at.worker][c][sum_slot(at.g, at.t)]), {0, 0, 0, 0});
   }
   prefetch_next(p.next);
+#ifndef PLANT_MISSING_BARRIER
   __syncthreads();
+#endif
   // Thread: tile, column (a row of the pass), output of the tile.
   const int thread = thread_index_anew(), own = thread / (kColumns * 128), tile = blockIdx.x * kTiles + own;
   if (own >= kTiles || tile >= n_tiles) return;

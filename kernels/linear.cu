@@ -32,50 +32,52 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;   // the shuffle tells the compiler: uniform
   const int n_groups = (p.n_tiles + kTiles - 1) / kTiles;
 
-  // This warp's share of a part: blocks first .. first + n_mine of K, whole segments.
+  // This warp's share of a part: units first .. first + n_mine of K, whole segments.
   int first = 0, n_mine = 0;
   const char* weights[kTiles];
   const float* scales[kTiles];
   const bf16* x[kColumns];
-  int n_x[kColumns];         // of my blocks, those in which this lane's 8 k of this row exist
+  int n_x[kColumns];         // of my units' 32-k words, those in which this lane's 8 k of this row exist
   SharedAddress slot = shared_address(&partial[0][0][0][t * 8 + ((g + 2 * t) & 7)]);
   int slot_offset = 0;       // of my first segment
   auto enter_part = [&](int i) {
     const LinearPart& part = p.part[i];
     const int segments_a_warp = (part.n_segments + kWarps - 1) / kWarps;
     first = warp * segments_a_warp * part.segment_blocks;
-    n_mine = min(segments_a_warp * part.segment_blocks, k_blocks_of(part.k) - first);
+    n_mine = min(segments_a_warp * part.segment_blocks, units_of<F>(part.k) - first);
     slot_offset = warp * segments_a_warp * kSegmentBytes;
 #pragma unroll
     for (int c = 0; c < kColumns; c++) {
       const int row = c * 8 + g;
-      n_x[c] = row < p.rows ? min(n_mine, (part.k - first * 32 - 8 * t + 31) >> 5) : 0;
-      x[c] = part.x + (size_t)(row < p.rows ? row : 0) * part.x_stride + first * 32 + 8 * t;
+      n_x[c] = row < p.rows ? min(n_mine * F::kWords, (part.k - first * F::kK - 8 * t + 31) >> 5) : 0;
+      x[c] = part.x + (size_t)(row < p.rows ? row : 0) * part.x_stride + first * F::kK + 8 * t;
     }
   };
   auto enter_group = [&](int group, int i) {
     const LinearPart& part = p.part[i];
-    const int k_blocks = k_blocks_of(part.k);
+    const int units = units_of<F>(part.k);
 #pragma unroll
     for (int r = 0; r < kTiles; r++) {
-      const size_t block = (size_t)min(group * kTiles + r, p.n_tiles - 1) * k_blocks + first;
-      weights[r] = reinterpret_cast<const char*>(part.weights) + block * F::kBlockBytes + lane * F::kLaneBytes;
+      const size_t block = (size_t)min(group * kTiles + r, p.n_tiles - 1) * units + first;
+      weights[r] = reinterpret_cast<const char*>(part.weights) + block * F::kUnitBytes + lane * F::kLaneBytes;
       scales[r] = part.scales + block * 2;
     }
   };
   typename F::Held held[kAhead][kTiles];
-  uint4 in[kAhead][kColumns];
+  uint4 in[kAhead][kColumns][F::kWords];
   auto fetch = [&](int slot, int block, int u) {   // starts the loads of my block `block` + u, if there is one
     if (block + u < n_mine) {
 #pragma unroll
       for (int r = 0; r < kTiles; r++)
-        F::load(held[slot][r], weights[r] + (size_t)block * F::kBlockBytes + u * F::kBlockBytes, scales[r] + (block + u) * 2, lane);
+        F::load(held[slot][r], weights[r] + (size_t)block * F::kUnitBytes + u * F::kUnitBytes, scales[r] + (block + u) * 2, lane);
     }
   };
   auto fetch_x = [&](int slot, int block, int u) {
 #pragma unroll
     for (int c = 0; c < kColumns; c++)
-      in[slot][c] = block + u < n_x[c] ? load_activations(reinterpret_cast<const uint4*>(x[c] + block * 32 + u * 32)) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+      for (int w = 0; w < F::kWords; w++)
+        in[slot][c][w] = (block + u) * F::kWords + w < n_x[c] ? load_activations(reinterpret_cast<const uint4*>(x[c] + block * F::kK + u * F::kK + w * 32)) : make_uint4(0, 0, 0, 0);
   };
   // The output of an adding thread: row `row` of the pass, row n of the weights, or column j of a gated output.
   struct Output { bool wanted; int row, n, j; };
@@ -137,7 +139,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 #pragma unroll
         for (int c = 0; c < kColumns; c++) {
           const int row = c * 8 + g;
-          x[c] = part.x + (size_t)(row < p.rows ? row : 0) * part.x_stride + group / p.group_tiles * p.group_stride + first * 32 + 8 * t;
+          x[c] = part.x + (size_t)(row < p.rows ? row : 0) * part.x_stride + group / p.group_tiles * p.group_stride + first * F::kK + 8 * t;
         }
       }
 #pragma unroll
@@ -179,7 +181,9 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 #pragma unroll
           for (int r = 0; r < kTiles; r++)
 #pragma unroll
-            for (int c = 0; c < kColumns; c++) F::multiply(acc[r][c], held[u][r], in[u][c]);
+            for (int c = 0; c < kColumns; c++)
+#pragma unroll
+              for (int w = 0; w < F::kWords; w++) F::multiply(acc[r][c], held[u][r], w, in[u][c][w]);
           fetch(u, b0 + kAhead, u);
           fetch_x(u, b0 + kAhead, u);
 #ifdef PLANT_OFF_BY_ONE
@@ -300,7 +304,7 @@ LINEAR(linear_m8_fp8, Fp8, 1, 1, 16, 2, 1)
 LINEAR(linear_m16_fp8, Fp8, 1, 2, 16, 1, 1)
 LINEAR(linear_m8_fp8_rows, Fp8Rows, 1, 1, 16, 2, 1)
 LINEAR(linear_m16_fp8_rows, Fp8Rows, 1, 2, 16, 1, 1)
-LINEAR(linear_m8_int4, Int4, 1, 1, 16, 3, 1)
-LINEAR(linear_m16_int4, Int4, 1, 2, 16, 1, 1)
+LINEAR(linear_m8_int4, Int4, 1, 1, 16, 1, 1)
+LINEAR(linear_m16_int4, Int4, 1, 2, 8, 2, 1)   // 8 warps: the registers of 16 do not suffice
 LINEAR(linear_m8_grouped, Bf16, 1, 1, 16, 2, 1, true)
 LINEAR(linear_m16_grouped, Bf16, 1, 2, 16, 1, 1, true)

@@ -153,8 +153,8 @@ struct LinearPart {
   const float* inv;      // [rows] from norm_rows, or null. Read by linear_prefill only
   int k;                 // multiple of 8; weights hold zeros up to k_blocks * 32
   int x_stride;          // multiple of 8
-  unsigned short segment_blocks;   // 32-k blocks per segment: ceil(ceil(k / 32) / 32)
-  unsigned short n_segments;       // ceil(ceil(k / 32) / segment_blocks), at most 32
+  unsigned short segment_blocks;   // units (format.cuh) per segment: ceil(units / 32), units = ceil(k / 32), with four bits ceil(k / 64)
+  unsigned short n_segments;       // ceil(units / segment_blocks), at most 32
   float eps;
 };
 struct LinearParams {
@@ -284,7 +284,7 @@ struct FillCodesParams {
   unsigned char* weights;
   float* tile_scales;           // FP8, or null
   unsigned long long seed;
-  unsigned long long n_blocks;  // of 16 rows and 32 columns
+  unsigned long long n_blocks;  // units: of 16 rows and 32 columns, with four bits 64
   int four_bits;
   float scale;
 };
@@ -474,18 +474,18 @@ static_assert(sizeof(PeerParams) == 136, "twin in Rust");
 
 // ---- experts.cu ----
 constexpr int kMaxExperts = 512, kMaxChosen = 16, kExpertRows = 16;
-// One expert that some rows of a pass want. Items ascend by expert; the shared expert, if there is one, is the last and has all rows.
+// One expert that some rows of a pass want. Items ascend by expert.
 struct ExpertItem {
-  int expert;                     // -1: the shared one
+  int expert;
   int n;                          // rows
   unsigned char row[kExpertRows]; // ascending
-  unsigned char slot[kExpertRows];// where the expert stands among that row's, in ascending order; the shared one behind the last
+  unsigned char slot[kExpertRows];// where the expert stands among that row's, in ascending order
 };
 // What the rows of a pass want; device memory, written by experts_up.
 struct ExpertWork {
-  int n_items, n_routed, pad[2];
+  int n, pad[3];
   float weight[kExpertRows][kMaxChosen];  // by slot
-  ExpertItem item[kExpertRows * kMaxChosen + 1];
+  ExpertItem item[kExpertRows * kMaxChosen];
 };
 static_assert(sizeof(ExpertItem) == 40, "twin in Rust");
 

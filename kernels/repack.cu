@@ -29,7 +29,7 @@ __device__ __forceinline__ float scale_of(const RepackCodesParams& p, int row, i
   const size_t at = (size_t)((p.first_row + row) / p.block_rows) * p.scale_stride + (p.first_col + k) / p.block_cols;
   return p.scale_bf16 ? __bfloat162float(static_cast<const bf16*>(p.scales)[at]) : static_cast<const float*>(p.scales)[at];
 }
-// Grid: (ceil(k_blocks * 4 / 256), rows) blocks of 256 threads; a thread moves 8 columns of one row.
+// Grid: (ceil(k_blocks * 4 / 256), rows) blocks of 256 threads, k_blocks an even number for Int4; a thread moves 8 columns of one row.
 __device__ __forceinline__ void repack_fp8_body(const RepackCodesParams& p) {
   const int part = blockIdx.x * blockDim.x + threadIdx.x, k = part * 8, row = blockIdx.y;
   if (part >= p.k_blocks * 4) return;
@@ -41,15 +41,16 @@ __device__ __forceinline__ void repack_fp8_body(const RepackCodesParams& p) {
 }
 __device__ __forceinline__ void repack_int4_body(const RepackCodesParams& p) {
   const int part = blockIdx.x * blockDim.x + threadIdx.x, k = part * 8, row = blockIdx.y;
-  if (part >= p.k_blocks * 4) return;
+  if (part >= (p.k_blocks + 1) / 2 * 8) return;
   const int n = row_in_tiles(p.order, p.row_offset + row), g = n & 7, high = (n >> 3) & 1;
-  unsigned char* block = p.weights + ((size_t)(n >> 4) * p.k_blocks + (part >> 2)) * 288;
+  unsigned char* unit = p.weights + ((size_t)(n >> 4) * ((p.k_blocks + 1) / 2) + (part >> 3)) * 576;
+  const int second = part >> 2 & 1;
   const bool inside = row < p.n_source_rows;
   uint32_t from = 0x88888888u, to = 0;
   if (inside && k < p.k) memcpy(&from, p.source + (size_t)row * p.source_stride + part * 4, 4);
   for (int e = 0; e < 8; e++) to |= (k + e < p.k ? from >> 4 * e & 15 : 8u) << 4 * ((e >> 1) + 4 * (e & 1));
-  memcpy(block + (g * 4 + (part & 3)) * 8 + high * 4, &to, 4);
-  if ((part & 3) == 0) reinterpret_cast<bf16*>(block + 256)[g * 2 + high] = __float2bfloat16(inside && k < p.k ? scale_of(p, row, k) : 0.0f);
+  memcpy(unit + (g * 4 + (part & 3)) * 16 + second * 8 + high * 4, &to, 4);
+  if ((part & 3) == 0) reinterpret_cast<bf16*>(unit + 512)[g * 4 + second * 2 + high] = __float2bfloat16(inside && k < p.k ? scale_of(p, row, k) : 0.0f);
 }
 
 // A bijective mix of 64 bits (splitmix64's finaliser); its upper 24 bits are the number.
@@ -74,16 +75,16 @@ __device__ __forceinline__ void fill_random_body(const FillParams& p) {
     static_cast<bf16*>(p.to)[p.retiled ? retiled_index(n, k, k_blocks) : i] = __float2bfloat16(v);
   }
 }
-// Grid: any number of blocks of 256 threads; a thread fills a block of 16 x 32.
+// Grid: any number of blocks of 256 threads; a thread fills a unit of 16 rows.
 __device__ __forceinline__ void fill_codes_body(const FillCodesParams& p) {
   for (unsigned long long block = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x; block < p.n_blocks; block += (unsigned long long)gridDim.x * blockDim.x) {
-    uint32_t* words = reinterpret_cast<uint32_t*>(p.weights + block * (p.four_bits ? 288 : 512));
-    for (int i = 0; i < (p.four_bits ? 64 : 128); i++) {
+    uint32_t* words = reinterpret_cast<uint32_t*>(p.weights + block * (p.four_bits ? 576 : 512));
+    for (int i = 0; i < 128; i++) {
       const uint32_t bits = mixed(p.seed, block * 128 + i) >> 32;
       words[i] = p.four_bits ? bits : bits & 0xbfbfbfbfu;
     }
     const uint32_t scale = __bfloat16_as_ushort(__float2bfloat16(p.scale));
-    if (p.four_bits) for (int g = 0; g < 8; g++) words[64 + g] = scale << 16 | scale;
+    if (p.four_bits) for (int i = 0; i < 16; i++) words[128 + i] = scale << 16 | scale;
     if (p.tile_scales) p.tile_scales[block * 2] = p.tile_scales[block * 2 + 1] = p.scale;
   }
 }

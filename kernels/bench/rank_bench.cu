@@ -36,8 +36,8 @@ char* dense(int n, int k, float scale) {   // re-tiled bf16
   return p;
 }
 unsigned char* codes(int count, int n, int k) {   // `count` matrices
-  const unsigned long long blocks = (unsigned long long)count * (n + 15) / 16 * k_blocks_of(k);
-  unsigned char* p = (unsigned char*)take(blocks * 288);
+  const unsigned long long blocks = (unsigned long long)count * (n + 15) / 16 * units_of<Int4>(k);
+  unsigned char* p = (unsigned char*)take(blocks * Int4::kUnitBytes);
   FillCodesParams f{p, nullptr, seed++ * 0x9e3779b97f4a7c15ull, blocks, 1, 0.004f};
   launch((const void*)fill_codes, dim3(n_sms * 8), 256, &f, false);
   return p;
@@ -124,10 +124,10 @@ int main(int argc, char** argv) {
         RouterParams r{(const uint4*)l.router, normed, sums, kHidden, kHidden, kExperts, rows, budget ? all_of(l.shared_up, (size_t)2 * kDim * kHidden * 2) : NextWeights{}};
         if (skip != "router") launch(wide ? (const void*)router_m16 : (const void*)router_m8, dim3(kExperts / 16, kRouterSplits), 512, &r);
         ExpertParams e{};
-        e.routed = {l.up, nullptr, (size_t)32 * 224 * 288, 0, kDim}; e.shared = {(unsigned char*)l.shared_up, nullptr, 0, 0, kDim};
+        e.routed = {l.up, nullptr, (size_t)32 * 112 * 576, 0, kDim}; e.shared = {(unsigned char*)l.shared_up, nullptr, 0, 0, kDim};
         e.route = {sums, bias, work, ints + 1, 0, kExperts, kTop, 1, 1, 0, 1, 2.827f};
         e.x = normed; e.squares = squares; e.act = act; e.k = kHidden; e.x_stride = kHidden; e.act_stride = 9 * kDim; e.rows = rows; e.eps = 1e-5f;
-        ExpertMatrix down{l.down, nullptr, (size_t)448 * 8 * 288, 0, kDim};
+        ExpertMatrix down{l.down, nullptr, (size_t)448 * 4 * 576, 0, kDim};
         if (budget) { e.down = down; e.next = all_of(l.shared_down, (size_t)kHidden * kDim * 2); }
         if (skip != "up") launch(wide ? (const void*)experts_up_m16_int4_bf16 : (const void*)experts_up_m8_int4_bf16, dim3(grid2), 512, &e);
         e.routed = down; e.shared = {(unsigned char*)l.shared_down, nullptr, 0, 0, kDim}; e.x = act; e.x_stride = 9 * kDim; e.n = kHidden; e.partial = partial; e.down.weights = nullptr;
@@ -143,7 +143,7 @@ int main(int argc, char** argv) {
       if (budget == 0 || budget == 12 << 20)
         for (const char* skip : {"qkv_a", "q_b", "latent_query", "latent_attend", "latent_value", "o", "router", "up", "down", "head"}) std::printf(" | %s %.1f", skip, (ms - time_graph([&] { pass(skip, budget); }, 5)) * 1e3 / (std::string(skip) == "head" ? 1 : kLayers));
       ExpertWork w; CHECK(cudaMemcpy(&w, work, sizeof w, cudaMemcpyDeviceToHost));
-      std::printf(" us; %d experts\n", w.n_routed);
+      std::printf(" us; %d experts\n", w.n);
       std::fflush(stdout);
     }
   }
