@@ -51,13 +51,6 @@ __device__ __forceinline__ bool last_to_arrive(unsigned* counter, unsigned n_blo
   return *flag;
 }
 
-// ---- what the kernel behind will read first: asked of L2 when a kernel's own loads are done, so that the memory does not rest between the two ----
-__device__ __forceinline__ void prefetch_next(const NextWeights& next) {
-  const int warps = blockDim.x >> 5, block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-  if ((threadIdx.x & 31) == 0)
-    for (int i = block * warps + (threadIdx.x >> 5); i < next.n; i += warps * gridDim.x * gridDim.y * gridDim.z) prefetch_l2(next.at + (size_t)i * next.stride, next.bytes);
-}
-
 // ---- re-tiled weights: [n / 16][k / 32][2][32 lanes] uint4, the order in which mma_bf16 takes them as its 16-row operand ----
 // In a block of 32 k lane 4g+t owns k = 8t..8t+7 of rows g and g+8; half h holds its elements 4h..4h+3, so that 16 contiguous bytes of a row of
 // activations are both column operands of that block.

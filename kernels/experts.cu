@@ -56,7 +56,6 @@ template <int kColumns> __device__ __forceinline__ void router(const RouterParam
       if (b + u + kAhead < n) Bf16::load(held[u], weights + (b + u + kAhead) * Bf16::kUnitBytes, nullptr, lane);
     }
   }
-  prefetch_next(p.next);
 #pragma unroll
   for (int c = 0; c < kColumns; c++) store_shared(shared_address(&partial[warp][c][sum_slot(g, t)]), acc[c]);
   __syncthreads();
@@ -71,6 +70,8 @@ template <int kColumns> __device__ __forceinline__ void router(const RouterParam
 
 // ---- route ----
 template <int kRows> struct Chosen {
+  float bias[kMaxExperts];                      // and other numbers of the choice
+  unsigned short of_row[kRows][kMaxChosen];     // a row's experts, ascending
   unsigned short wanting[kMaxExperts];          // by expert: a bit for each row that wants it
   unsigned char slot_of[kRows][kMaxExperts];    // where an expert stands among its row's
   unsigned short expert[kRows * kMaxChosen];    // those that somebody wants, ascending
@@ -81,39 +82,47 @@ __device__ __forceinline__ unsigned ordered(float x) {
   const unsigned u = __float_as_uint(__fadd_rn(x, 0.0f));
   return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
+// Into L1: what this warp's runs multiply of each row of x, k numbers each.
+__device__ __forceinline__ void touch_x(const ExpertParams& p, int rows, int k) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, lines = (k / kExpertWarps + 63) / 64;
+  for (int i = lane; i < rows * lines; i += 32) touch(p.x + (size_t)(i / lines) * p.x_stride + min(warp * (k / kExpertWarps) + i % lines * 64, k - 1) / 2 * 2);
+}
+// 1/rms of each row, a warp a row.
+__device__ __forceinline__ void inverse_of_rows(const ExpertParams& p, int rows, float* inverse) {
+  constexpr int kTiles = 16;   // of a lane, so many at once
+  const int row = threadIdx.x >> 5, lane = threadIdx.x & 31, tiles = p.k / 16;
+  if (row >= rows) return;
+  const float* squares = p.squares + (size_t)row * tiles;
+  float sum = 0;
+  for (int first = lane; first < tiles; first += 32 * kTiles) {
+    float v[kTiles];
+#pragma unroll
+    for (int i = 0; i < kTiles; i++) v[i] = first + i * 32 < tiles ? load_activation(squares + first + i * 32) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kTiles; i++) sum = __fadd_rn(sum, v[i]);
+  }
+  sum = warp_sum(sum);
+  if (lane == 0) inverse[row] = inverse_rms(sum, p.k, p.eps);
+}
 // For all rows in use: their experts, as a block sees them, and 1/rms of each. `score` is shared memory, [kRows][n_experts], free again afterwards. Waits for the kernel before, after
 // it has asked for the constants; ends with a barrier; returns the rows in use. A call, not inlined: its registers are not those of the streams around it.
 template <int kRows> __device__ __noinline__ int route(const ExpertParams& ep, float* score, float* inverse, Chosen<kRows>& chosen, bool leaves_work) {
   const RouteParams& p = ep.route;
   SHARED(unsigned, first_of_warp, [kExpertWarps]);
-  constexpr int kMine = kMaxExperts / 32, kTiles = 16;   // of a lane: experts lane, lane + 32, ..; tiles of the squares, so many at once
+  constexpr int kMine = kMaxExperts / 32;   // of a lane: experts lane, lane + 32, ..
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = warp, E = p.n_experts, group = E / p.n_groups;
-  float bias[kMine];
-#pragma unroll
-  for (int i = 0; i < kMine; i++) bias[i] = p.bias && lane + i * 32 < E ? __uint_as_float(load_weights(reinterpret_cast<const uint32_t*>(p.bias + lane + i * 32))) : 0.0f;
+  chosen.bias[threadIdx.x] = p.bias && (int)threadIdx.x < E ? p.bias[threadIdx.x] : 0.0f;
   chosen.wanting[threadIdx.x] = 0;
   pdl_wait();
   const int rows = rows_in_use(p.n_rows, p.first_row, ep.rows);
+  touch_x(ep, rows, ep.k);
+  inverse_of_rows(ep, rows, inverse);
   static_assert(kRouterSplits == 4, "the sum below");
   for (int i = threadIdx.x; i < rows * E; i += kExpertThreads) {
     float part[kRouterSplits];
 #pragma unroll
     for (int s = 0; s < kRouterSplits; s++) part[s] = load_activation(p.sums + (size_t)s * ep.rows * E + i);
     score[i] = __fadd_rn(__fadd_rn(__fadd_rn(part[0], part[1]), part[2]), part[3]);
-  }
-  if (row < rows) {
-    const int tiles = ep.k / 16;
-    const float* squares = ep.squares + (size_t)row * tiles;
-    float sum = 0;
-    for (int first = lane; first < tiles; first += 32 * kTiles) {
-      float v[kTiles];
-#pragma unroll
-      for (int i = 0; i < kTiles; i++) v[i] = first + i * 32 < tiles ? load_activation(squares + first + i * 32) : 0.0f;
-#pragma unroll
-      for (int i = 0; i < kTiles; i++) sum = __fadd_rn(sum, v[i]);
-    }
-    sum = warp_sum(sum);
-    if (lane == 0) inverse[row] = inverse_rms(sum, ep.k, ep.eps);
   }
   __syncthreads();
   if (row < rows) {
@@ -126,14 +135,24 @@ template <int kRows> __device__ __noinline__ int route(const ExpertParams& ep, f
     }
     unsigned key[kMine];   // of what decides: the score, biased. A row's softmax has one divisor, which changes no order
 #pragma unroll
-    for (int i = 0; i < kMine; i++) {
-      const int e = lane + i * 32;
-      key[i] = 0;
-      if (e >= E) continue;
-      const float logit = __fmul_rn(mine[e], inv), s = p.softmax ? __expf(__fsub_rn(logit, best)) : __fdividef(1.0f, __fadd_rn(1.0f, __expf(-logit)));
-      sum = __fadd_rn(sum, s);
-      mine[e] = s;
-      key[i] = ordered(__fadd_rn(s, bias[i]));
+    for (int i0 = 0; i0 < kMine; i0 += 4) {
+      float logit[4], bias[4];   // all loads of a batch before its first use
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int e = min(lane + (i0 + i) * 32, E - 1);
+        logit[i] = mine[e];
+        bias[i] = chosen.bias[e];
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int e = lane + (i0 + i) * 32;
+        key[i0 + i] = 0;
+        if (e >= E) continue;
+        const float l = __fmul_rn(logit[i], inv), s = p.softmax ? __expf(__fsub_rn(l, best)) : __fdividef(1.0f, __fadd_rn(1.0f, __expf(-l)));
+        sum = __fadd_rn(sum, s);
+        mine[e] = s;
+        key[i0 + i] = ordered(__fadd_rn(s, bias[i]));
+      }
     }
     if (p.softmax) sum = warp_sum(sum);
     __syncwarp();
@@ -141,7 +160,7 @@ template <int kRows> __device__ __noinline__ int route(const ExpertParams& ep, f
       float first = -INFINITY, second = -INFINITY;   // of group `lane`
       if (lane < p.n_groups)
         for (int e = lane * group; e < (lane + 1) * group; e++) {
-          const float c = p.bias ? __fadd_rn(mine[e], p.bias[e]) : mine[e];
+          const float c = __fadd_rn(mine[e], chosen.bias[e]);
           second = fmaxf(second, fminf(first, c));
           first = fmaxf(first, c);
         }
@@ -155,37 +174,43 @@ template <int kRows> __device__ __noinline__ int route(const ExpertParams& ep, f
 #pragma unroll
       for (int i = 0; i < kMine; i++) if (lane + i * 32 < E && !(kept >> (lane + i * 32) / group & 1)) key[i] = 0;
     }
-    // The k best, one by one, of equals the lowest; lane i keeps the i-th.
-    unsigned its = 0;
+    // The k best, one by one, of equals the lowest.
+    unsigned taken = 0;   // bit j: expert lane + 32 j
+#pragma unroll 1
     for (int i = 0; i < p.top_k; i++) {
-      unsigned largest = 0, at = 0;
+      unsigned largest[4] = {0, 0, 0, 0};   // four chains, so that little waits for what is just before it
 #pragma unroll
-      for (int j = 0; j < kMine; j++) if (key[j] > largest) { largest = key[j]; at = j; }
-      const unsigned top = warp_largest(largest), e = warp_smallest(largest == top ? lane + at * 32 : 0xffffffffu);
+      for (int j = 0; j < kMine; j++) largest[j & 3] = max(largest[j & 3], key[j]);
+      largest[0] = max(max(largest[0], largest[1]), max(largest[2], largest[3]));
+      const unsigned top = warp_largest(largest[0]);
+      unsigned first = ~0u;
+      if (largest[0] == top)
 #pragma unroll
-      for (int j = 0; j < kMine; j++) if (e == (unsigned)(lane + j * 32)) key[j] = 0;
-      if (lane == i) its = min(e, (unsigned)E - 1);
+        for (int j = kMine - 1; j >= 0; j--) if (key[j] == top) first = lane + j * 32;
+      // Mostly one lane has it; where several do, the lowest expert wins.
+      const unsigned having = __ballot_sync(0xffffffffu, first != ~0u);
+      if ((having & (having - 1)) != 0) first = warp_smallest(first) == first ? first : ~0u;
+      if (first != ~0u)
+#pragma unroll
+        for (int j = 0; j < kMine; j++) if (first == (unsigned)(lane + j * 32)) { key[j] = 0; taken |= 1u << j; }
     }
-    int place = 0;
-    for (int i = 0; i < p.top_k; i++) place += __shfl_sync(0xffffffffu, its, i) < its;
-    // From here on lane i has the i-th in ascending order.
-    unsigned expert = 0;
-    for (int i = 0; i < p.top_k; i++) {
-      const int at = __shfl_sync(0xffffffffu, place, i);
-      const unsigned e = __shfl_sync(0xffffffffu, its, i);
-      if (at == lane) expert = e;
+    // Ascending: experts of a lower j first, then of a lower lane.
+    int before = 0;
+#pragma unroll
+    for (int j = 0; j < kMine; j++) {
+      const unsigned of_all = __ballot_sync(0xffffffffu, taken >> j & 1);
+      if (taken >> j & 1) chosen.of_row[row][before + __popc(of_all & ((1u << lane) - 1))] = (unsigned short)(lane + 32 * j);
+      before += __popc(of_all);
     }
-    float s = lane < p.top_k ? mine[expert] : 0, total = 1;
-    if (p.softmax) s = __fdiv_rn(s, sum);
-    if (p.normalised) {
-      total = 0;
-      for (int i = 0; i < p.top_k; i++) total = __fadd_rn(total, __shfl_sync(0xffffffffu, s, i));
-      total = __fadd_rn(total, 1e-20f);
-    }
+    __syncwarp();
+    // Lane: a slot.
+    const int expert = lane < p.top_k ? chosen.of_row[row][lane] : 0;
+    const float s = lane < p.top_k ? mine[expert] : 0.0f, total = warp_sum(s);
     if (lane < p.top_k) {
       chosen.slot_of[row][expert] = (unsigned char)lane;
       atomicOr(reinterpret_cast<unsigned*>(chosen.wanting) + expert / 2, 1u << (row + expert % 2 * 16));
-      if (leaves_work) p.work->weight[row][lane] = __fmul_rn(__fdiv_rn(s, total), p.scale);
+      const float divisor = p.normalised ? __fadd_rn(total, p.softmax ? 0.0f : 1e-20f) : p.softmax ? sum : 1.0f;
+      if (leaves_work) p.work->weight[row][lane] = __fmul_rn(__fdiv_rn(s, divisor), p.scale);
     }
   }
   __syncthreads();
@@ -228,60 +253,73 @@ template <class F> struct Run {
     n = max(0, min(each, units - first));
   }
 };
-template <class F> __device__ __forceinline__ const char* unit_of(const ExpertMatrix& m, int expert, int tile, int k, int first) {
-  return reinterpret_cast<const char*>(m.weights) + expert * m.bytes + ((size_t)tile * units_of<F>(k) + first) * F::kUnitBytes;
-}
-template <class F> __device__ __forceinline__ const float* scales_of(const ExpertMatrix& m, int expert, int tile, int k, int first) {
-  return F::kUnitBytes == 512 ? m.tile_scales + (size_t)expert * m.scales + ((size_t)tile * units_of<F>(k) + first) * 2 : nullptr;
-}
-// acc[c] += 16 rows of weights times columns 8c .. 8c + 7 of x. x[c]: what the lane multiplies of its column; left[c]: how many numbers of x there are from there on, 0 for a column that
-// is not wanted. Behind the end of x weights are 0.
-template <class F, int kColumns>
-__device__ __forceinline__ void sum_run(float (&acc)[kColumns][4], const char* weights, const float* scales, const bf16* (&x)[kColumns], int (&left)[kColumns], int n, int lane) {
-  constexpr int kAhead = kColumns == 2 ? 1 : 2;
-  constexpr bool kHoldsX = kColumns == 1;   // ahead as well; with more columns there are no registers for it
-  weights += lane * F::kLaneBytes;
+// What a warp has under way of a stream of runs: the first units of the run that comes next.
+template <class F, int kColumns> struct Stream {
+  // With more columns there are registers for less: a unit at a time, x when it is needed, each run for itself.
+  static constexpr bool kFlows = kColumns == 1;
+  static constexpr int kAhead = kFlows ? 2 : 1;
   typename F::Held held[kAhead];
-  uint4 in[kHoldsX ? kAhead : 1][kColumns][kHoldsX ? F::kWords : 1] = {};
-  const auto fetch_x = [&](int slot, int u, int w) {
+  // A run: the lane's part of its first unit, and its scales.
+  struct At { const char* weights; const float* scales; };
+  __device__ __forceinline__ static At run(const ExpertMatrix& m, int expert, int tile, int k, int first, int lane) {
+    const size_t unit = (size_t)tile * units_of<F>(k) + first;
+    return {reinterpret_cast<const char*>(m.weights) + expert * m.bytes + unit * F::kUnitBytes + lane * F::kLaneBytes, F::kUnitBytes == 512 ? m.tile_scales + (size_t)expert * m.scales + unit * 2 : nullptr};
+  }
+  __device__ __forceinline__ void load(int slot, const At& at, int unit, int lane) { F::load(held[slot], at.weights + unit * F::kUnitBytes, at.scales + unit * 2, lane); }
+  __device__ __forceinline__ void start(const At& at, int n, int lane) {
 #pragma unroll
-    for (int c = 0; c < kColumns; c++)
-      if (left[c] > u * F::kK + w * 32) in[slot][c][kHoldsX ? w : 0] = load_activations(reinterpret_cast<const uint4*>(x[c] + u * F::kK + w * 32));
-  };
-  const auto fetch = [&](int slot, int u) {
-    F::load(held[slot], weights + u * F::kUnitBytes, scales + u * 2, lane);
-    if (kHoldsX)
+    for (int u = 0; u < kAhead; u++) if (u < n) load(u, at, u, lane);
+  }
+  __device__ __forceinline__ void begin(const At& at, int n, int lane) { if (kFlows) start(at, n, lane); }
+  // acc[c] += 16 rows of weights times columns 8c .. 8c + 7 of x, over the n units of run `at`, which `begin` or the run before has begun; begins run `next` of as many units, if there is
+  // one. x[c]: what the lane multiplies of its column; left[c]: how many numbers of x there are from there on, 0 for a column that is not wanted. Behind the end of x weights are 0.
+  __device__ __forceinline__ void sum(float (&acc)[kColumns][4], At at, const At& next, const bf16* (&x)[kColumns], int (&left)[kColumns], int n, int lane) {
+    uint4 in[kColumns][kFlows ? F::kWords : 1] = {};
+    const auto fetch_x = [&](int u, int w) {
 #pragma unroll
-      for (int w = 0; w < F::kWords; w++) fetch_x(slot, u, w);
-  };
+      for (int c = 0; c < kColumns; c++)
+        if (left[c] > u * F::kK + w * 32) in[c][kFlows ? w : 0] = load_activations(reinterpret_cast<const uint4*>(x[c] + u * F::kK + w * 32));
+    };
+    if (!kFlows) start(at, n, lane);
+    if (kFlows)
 #pragma unroll
-  for (int u = 0; u < kAhead; u++) if (u < n) fetch(u, u);
+      for (int w = 0; w < F::kWords; w++) fetch_x(0, w);
 #pragma unroll 1
-  for (; n > 0; n -= kAhead) {
+    for (; n > 0; n -= kAhead) {
 #pragma unroll
-    for (int u = 0; u < kAhead; u++) {
-      if (u < n) {
+      for (int u = 0; u < kAhead; u++) {
+        if (u >= n) break;
 #pragma unroll
         for (int w = 0; w < F::kWords; w++) {
-          if (!kHoldsX) fetch_x(0, u, w);
+          if (!kFlows) fetch_x(u, w);
 #pragma unroll
-          for (int c = 0; c < kColumns; c++) F::multiply(acc[c], held[u], w, in[kHoldsX ? u : 0][c][kHoldsX ? w : 0]);
-          if (!kHoldsX) __syncwarp();   // keeps the next word's loads from being moved up: they would cost more registers than there are
+          for (int c = 0; c < kColumns; c++) F::multiply(acc[c], held[u], w, in[c][kFlows ? w : 0]);
+          if (kFlows) fetch_x(u + 1, w);
+          else __syncwarp();   // keeps the next word's loads from being moved up: they would cost more registers than there are
         }
+        if (u + kAhead < n) load(u, at, u + kAhead, lane);
+        else if (kFlows && next.weights) load(u, next, u, lane);
       }
-      if (u + kAhead < n) fetch(u, u + kAhead);
-    }
-    weights += kAhead * F::kUnitBytes;
-    scales += kAhead * 2;
+      at.weights += kAhead * F::kUnitBytes;
+      at.scales += kAhead * 2;
 #pragma unroll
-    for (int c = 0; c < kColumns; c++) { x[c] += kAhead * F::kK; left[c] -= kAhead * F::kK; }
+      for (int c = 0; c < kColumns; c++) { x[c] += kAhead * F::kK; left[c] -= kAhead * F::kK; }
+    }
   }
-}
+};
 
 // ---- experts_up ----
+// A tile: of an expert (of the shared one: 0), for the rows `by`.
+struct Up { int expert, tile; unsigned by; };
 template <class F, int kColumns>
-__device__ __forceinline__ void up_tile(const ExpertParams& p, const ExpertMatrix& m, int expert, unsigned by, const unsigned char* slot_of, int tile, float4 (*partial)[kColumns][32], const float* inverse) {
-  const int n = __popc(by);
+__device__ __forceinline__ typename Stream<F, kColumns>::At up_run(const ExpertParams& p, const ExpertMatrix& m, const Up& of) {
+  const int thread = thread_index_anew();
+  return Stream<F, kColumns>::run(m, of.expert, of.tile, p.k, Run<F>(p.k, thread >> 5, kExpertWarps).first, thread & 31);
+}
+template <class F, int kColumns>
+__device__ __forceinline__ void up_tile(Stream<F, kColumns>& stream, const ExpertParams& p, const ExpertMatrix& m, const Up& of, const typename Stream<F, kColumns>::At& next, const unsigned char* slot_of, float4 (*partial)[kColumns][32], const float* inverse) {
+  const unsigned by = of.by;
+  const int n = __popc(by), tile = of.tile;
   // Column j is the j-th row that wants the expert.
   const auto row_of = [&](int j) { unsigned rest = by; for (int i = 0; i < j; i++) rest &= rest - 1; return __ffs(rest) - 1; };
   {
@@ -296,7 +334,7 @@ __device__ __forceinline__ void up_tile(const ExpertParams& p, const ExpertMatri
       left[c] = wanted ? p.k - run.first * F::kK - 8 * t : 0;
     }
     float acc[kColumns][4] = {};
-    sum_run<F, kColumns>(acc, unit_of<F>(m, expert, tile, p.k, run.first), scales_of<F>(m, expert, tile, p.k, run.first), x, left, run.n, lane);
+    stream.sum(acc, Stream<F, kColumns>::run(m, of.expert, tile, p.k, run.first, lane), next, x, left, run.n, lane);
 #pragma unroll
     for (int c = 0; c < kColumns; c++) store_shared(shared_address(&partial[warp][c][sum_slot(g, t)]), acc[c]);
   }
@@ -330,32 +368,46 @@ __device__ __forceinline__ void experts_up(const ExpertParams& p) {
   static_assert(sizeof(float4) * 2 * kExpertWarps * kColumns * 32 == sizeof(float) * kRows * kMaxExperts, "scores fit");
   pdl_launch_dependents();
   const int shared_tiles = (p.shared.dim + 7) / 8, tiles = (p.routed.dim + 7) / 8, block = blockIdx.x, blocks = gridDim.x;
-  if (block < shared_tiles) {   // the choice takes a while
-    const Run<Common> run(p.k, threadIdx.x >> 5, kExpertWarps);
-    if ((threadIdx.x & 31) == 0 && run.n > 0) prefetch_l2(unit_of<Common>(p.shared, 0, block, p.k, run.first), run.n * Common::kUnitBytes);
-  }
-  const int rows = route<kRows>(p, reinterpret_cast<float*>(partial), inverse, chosen, block == 0);
-  if (rows == 0) return;
+  // A block with a tile of the shared expert does that first, and skips as many rounds of the others as it costs; where there are more such tiles than blocks, none skips.
   int buffer = 0;
-  for (int tile = block; tile < shared_tiles; tile += blocks, buffer ^= 1)
-    up_tile<Common, kColumns>(p, p.shared, 0, (1u << rows) - 1, nullptr, tile, partial[buffer], inverse);
-  // Blocks with a tile of the shared expert skip as many rounds as it costs; where there are more such tiles than blocks, none do.
-  const int others = blocks - shared_tiles, n_tiles = chosen.n * tiles;
-  for (int round = others > 0 && block < shared_tiles ? kCost : 0;; round++, buffer ^= 1) {
+  const int others = blocks - shared_tiles;
+  if (block < shared_tiles) {
+    Stream<Common, kColumns> stream;
+    stream.begin(up_run<Common, kColumns>(p, p.shared, {0, block, 0}), Run<Common>(p.k, threadIdx.x >> 5, kExpertWarps).n, threadIdx.x & 31);
+    pdl_wait();
+    const int rows = rows_in_use(p.route.n_rows, p.route.first_row, p.rows);
+    if (rows == 0) return;
+    touch_x(p, rows, p.k);
+    inverse_of_rows(p, rows, inverse);   // up_tile has a barrier before it reads them
+    for (int tile = block; tile < shared_tiles; tile += blocks, buffer ^= 1) {
+      const typename Stream<Common, kColumns>::At none{};
+      up_tile<Common, kColumns>(stream, p, p.shared, {0, tile, (1u << rows) - 1}, tile + blocks < shared_tiles ? up_run<Common, kColumns>(p, p.shared, {0, tile + blocks, 0}) : none, nullptr, partial[buffer], inverse);
+    }
+    __syncthreads();
+    // Its first tile of the others, if even rows that share nothing have so many.
+    if (others > 0 && kCost * others + block >= rows * p.route.top_k * tiles) return;
+  }
+  const int rows = route<kRows>(p, reinterpret_cast<float*>(partial), inverse, chosen, block == blocks - 1);
+  if (rows == 0) return;
+  const int n_tiles = chosen.n * tiles;
+  const auto up_of = [&](int round) {   // what this block does in a round; expert -1: nothing, and no more
     const int i = others <= 0 ? round * blocks + block : round >= kCost ? kCost * others + (round - kCost) * blocks + block : round * others + block - shared_tiles;
-    if (i >= n_tiles) break;
+    if (i >= n_tiles) return Up{-1, 0, 0};
     const int expert = chosen.expert[i / tiles];
-    up_tile<Routed, kColumns>(p, p.routed, expert, chosen.wanting[expert], &chosen.slot_of[0][expert], i % tiles, partial[buffer], inverse);
+    return Up{expert, i % tiles, chosen.wanting[expert]};
+  };
+  int round = others > 0 && block < shared_tiles ? kCost : 0;
+  Up now = up_of(round);
+  if (now.expert < 0) return;
+  Stream<Routed, kColumns> stream;
+  stream.begin(up_run<Routed, kColumns>(p, p.routed, now), Run<Routed>(p.k, threadIdx.x >> 5, kExpertWarps).n, threadIdx.x & 31);
+  while (now.expert >= 0) {
+    const Up after = up_of(++round);
+    const typename Stream<Routed, kColumns>::At none{};
+    up_tile<Routed, kColumns>(stream, p, p.routed, now, after.expert >= 0 ? up_run<Routed, kColumns>(p, p.routed, after) : none, &chosen.slot_of[0][now.expert], partial[buffer], inverse);
+    buffer ^= 1;
+    now = after;
   }
-  // The way down: each block asks for its share of every chosen expert, up to what L2 keeps beside the rest.
-  if (p.down.weights) {
-    const unsigned share = (unsigned)((p.down.bytes / blocks + 15) / 16 * 16);
-    const int most = min(chosen.n, (int)((16ull << 20) / p.down.bytes));
-    const unsigned long long from = (unsigned long long)share * block;
-    if ((int)threadIdx.x < most && from < p.down.bytes)
-      prefetch_l2(p.down.weights + chosen.expert[threadIdx.x] * p.down.bytes + from, p.down.bytes - from < share ? (unsigned)(p.down.bytes - from) : share);
-  }
-  prefetch_next(p.next);
 }
 
 // ---- experts_down ----
@@ -372,10 +424,10 @@ __device__ __forceinline__ void experts_down(const ExpertParams& p) {
   };
   const int n_tiles = p.n / 16;
   pdl_launch_dependents();
-  if (p.shared.dim > 0) {
+  if (p.shared.dim > 0) {   // the shared expert's part is known
     const Place at(threadIdx.x);
     const Run<Common> run(p.shared.dim, at.worker, kRuns);
-    if (at.lane == 0 && at.tile < n_tiles && run.n > 0) prefetch_l2(unit_of<Common>(p.shared, 0, at.tile, p.shared.dim, run.first), run.n * Common::kUnitBytes);
+    if (at.lane == 0 && at.worker < kRuns && at.tile < n_tiles && run.n > 0) prefetch_l2(Stream<Common, kColumns>::run(p.shared, 0, at.tile, p.shared.dim, run.first, 0).weights, run.n * Common::kUnitBytes);
   }
   pdl_wait();
   const ExpertWork& work = *p.route.work;
@@ -393,11 +445,17 @@ __device__ __forceinline__ void experts_down(const ExpertParams& p) {
       for (int c = 0; c < kColumns; c++) { r.row[c] = item.row[c * 8 + at.g]; r.slot[c] = item.slot[c * 8 + at.g]; }
       return r;
     };
+    Stream<Routed, kColumns> stream;
+    const int units = units_of<Routed>(p.routed.dim);
+    const auto run_of = [&](const Item& item) { return Stream<Routed, kColumns>::run(p.routed, item.expert, at.tile, p.routed.dim, 0, at.lane); };
     Item next = describe(at.worker);
+    if (at.worker < n_items) stream.begin(run_of(next), units, at.lane);
 #pragma unroll 1
     for (int i = at.worker; i < n_items; i += kWorkers) {
-      const Item item = next;
-      if (i + kWorkers < n_items) next = describe(i + kWorkers);
+      constexpr bool kFlows = Stream<Routed, kColumns>::kFlows;
+      const Item item = kFlows ? next : describe(i);
+      const bool more = kFlows && i + kWorkers < n_items;
+      if (more) next = describe(i + kWorkers);
       const bf16* x[kColumns];
       int left[kColumns];
 #pragma unroll
@@ -405,9 +463,11 @@ __device__ __forceinline__ void experts_down(const ExpertParams& p) {
         const bool wanted = c * 8 + at.g < item.n;
         x[c] = p.x + (wanted ? (size_t)item.row[c] * p.x_stride + item.slot[c] * p.routed.dim : 0) + 8 * at.t;
         left[c] = wanted ? p.routed.dim - 8 * at.t : 0;
+        for (int line = at.t * 64; line < left[c]; line += 256) touch(x[c] - 8 * at.t + line);
       }
       float acc[kColumns][4] = {};
-      sum_run<Routed, kColumns>(acc, unit_of<Routed>(p.routed, item.expert, at.tile, p.routed.dim, 0), scales_of<Routed>(p.routed, item.expert, at.tile, p.routed.dim, 0), x, left, units_of<Routed>(p.routed.dim), at.lane);
+      const typename Stream<Routed, kColumns>::At none{};
+      stream.sum(acc, run_of(item), more ? run_of(next) : none, x, left, units, at.lane);
 #pragma unroll
       for (int c = 0; c < kColumns; c++)
 #pragma unroll
@@ -430,12 +490,14 @@ __device__ __forceinline__ void experts_down(const ExpertParams& p) {
         left[c] = wanted ? p.shared.dim - run.first * Common::kK - 8 * at.t : 0;
       }
       float acc[kColumns][4] = {};
-      sum_run<Common, kColumns>(acc, unit_of<Common>(p.shared, 0, at.tile, p.shared.dim, run.first), scales_of<Common>(p.shared, 0, at.tile, p.shared.dim, run.first), x, left, run.n, at.lane);
+      Stream<Common, kColumns> stream;
+      const typename Stream<Common, kColumns>::At here = Stream<Common, kColumns>::run(p.shared, 0, at.tile, p.shared.dim, run.first, at.lane), none{};
+      stream.begin(here, run.n, at.lane);
+      stream.sum(acc, here, none, x, left, run.n, at.lane);
 #pragma unroll
       for (int c = 0; c < kColumns; c++) store_shared(shared_address(&common[at.own][at.worker][c][sum_slot(at.g, at.t)]), acc[c]);
     }
   }
-  prefetch_next(p.next);
 #ifndef PLANT_MISSING_BARRIER
   __syncthreads();
 #endif

@@ -88,6 +88,6 @@ struct Int4 {
   }
 };
 
-template <class F> __device__ __forceinline__ int units_of(int k) { return (k + F::kK - 1) / F::kK; }
+template <class F> __host__ __device__ __forceinline__ int units_of(int k) { return (k + F::kK - 1) / F::kK; }
 
 }  // namespace

@@ -217,8 +217,6 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
         enter_group(next_group, last_part ? 0 : i + 1);
 #pragma unroll
         for (int u = 0; u < kAhead; u++) fetch(u, 0, u);
-      } else if (last_part) {
-        prefetch_next(p.next);
       }
       const int thread = thread_index_anew();
       const Output o = output_of(thread, group);

@@ -12,11 +12,12 @@
 //   chunk: its steps folded in ascending order into an empty state (m = -inf, l = 0, o = 0). Boundaries: latent_chunk_begin in params.h.
 //   row:   its chunks scaled to their largest maximum and added in ascending order (l: lane c % 32 adds chunk c, then warp_sum); attended = bf16(o * (1 / l)).
 // A position that a column must not see has p = 0, a chunk without any folds to nothing: other rows of a pass do not show.
+#include <type_traits>
 #include "common.cuh"
 
 namespace {
 
-constexpr int kStep = 32, kThreads = 256, kWarps = 8, kColumns = 16;
+constexpr int kStep = 32, kThreads = 256, kWarps = 8, kColumns = 16, kBatch = 4;
 
 // Rotates pairs (i, i + half) of `n` numbers of a row; a warp, lane i and i + 32, .. take pairs.
 __device__ __forceinline__ void rotate(const bf16* from, bf16* to, int n, const float* inv_freq, float factor, int position, int lane) {
@@ -35,7 +36,6 @@ __device__ __forceinline__ void rotate(const bf16* from, bf16* to, int n, const 
 // Tasks of one warp, blockIdx.x * 8 + warp, + 8 gridDim.x: 16 dims of a head's absorbed query in all rows; the rotated part of a (row, head); the cache row of a row.
 __device__ __forceinline__ void latent_query_body(const LatentParams& p) {
   pdl_launch_dependents();
-  prefetch_next(p.next);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int n_tiles = p.kv_rank / 16, k_blocks = p.nope_dim / 32, q_dim = p.nope_dim + p.rope_dim, row_dim = p.kv_rank + p.rope_dim;
   const int n_absorb = p.n_heads * n_tiles;
@@ -51,10 +51,21 @@ __device__ __forceinline__ void latent_query_body(const LatentParams& p) {
       for (int m0 = 0; m0 < rows; m0 += 8) {
         const bf16* x = p.q + ((size_t)min(m0 + g, rows - 1) * p.n_heads + head) * q_dim + 8 * t;
         float acc[4] = {0, 0, 0, 0};
-        for (int b = 0; b < k_blocks; b++) {
-          const uint4 in = load_activations(reinterpret_cast<const uint4*>(x + b * 32));
-          mma_bf16(acc, load_constants(weights + b * 64), in.x, in.y);
-          mma_bf16(acc, load_constants(weights + b * 64 + 32), in.z, in.w);
+        for (int b0 = 0; b0 < k_blocks; b0 += kBatch) {   // all loads of a batch before its first use
+          uint4 in[kBatch], w[kBatch][2];
+#pragma unroll
+          for (int b = 0; b < kBatch; b++) {
+            if (b0 + b >= k_blocks) continue;
+            in[b] = load_activations(reinterpret_cast<const uint4*>(x + (b0 + b) * 32));
+            w[b][0] = load_constants(weights + (b0 + b) * 64);
+            w[b][1] = load_constants(weights + (b0 + b) * 64 + 32);
+          }
+#pragma unroll
+          for (int b = 0; b < kBatch; b++) {
+            if (b0 + b >= k_blocks) continue;
+            mma_bf16(acc, w[b][0], in[b].x, in[b].y);
+            mma_bf16(acc, w[b][1], in[b].z, in[b].w);
+          }
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -69,11 +80,39 @@ __device__ __forceinline__ void latent_query_body(const LatentParams& p) {
       const int m = task - n_absorb - rows * p.n_heads;
       const bf16* latent = p.latents + (size_t)m * p.latents_stride + p.q_rank;
       bf16* row = p.cache + (size_t)(length + m) * row_dim;
-      float squares = 0;
-      for (int i = lane; i < p.kv_rank; i += 32) { const float x = __bfloat162float(*(latent + i)); squares = __fmaf_rn(x, x, squares); }
-      const float inv = rsqrtf(__fadd_rn(__fdiv_rn(warp_sum(squares), (float)p.kv_rank), p.norm_eps));
-      for (int i = lane; i < p.kv_rank; i += 32) row[i] = __float2bfloat16(__fmul_rn(__fmul_rn(__bfloat162float(*(latent + i)), inv), __bfloat162float(p.kv_norm[i])));
       rotate(latent + p.kv_rank, row + p.kv_rank, p.rope_dim, p.inv_freq, p.rope_factor, length + m, lane);
+      // A lane has 8 dims of every 256; all loads before the first use.
+      constexpr int kMost = 4;   // kv_rank up to 1,024
+      uint4 x[kMost], norm[kMost];
+#pragma unroll
+      for (int i = 0; i < kMost; i++) {
+        const int dim = i * 256 + lane * 8;
+        x[i] = dim < p.kv_rank ? load_activations(reinterpret_cast<const uint4*>(latent + dim)) : make_uint4(0, 0, 0, 0);
+        norm[i] = dim < p.kv_rank ? load_constants(reinterpret_cast<const uint4*>(p.kv_norm + dim)) : make_uint4(0, 0, 0, 0);
+      }
+      float squares = 0;
+      const auto each = [](const uint4& w, float (&v)[8]) {
+        v[0] = bf16_low(w.x); v[1] = bf16_high(w.x); v[2] = bf16_low(w.y); v[3] = bf16_high(w.y); v[4] = bf16_low(w.z); v[5] = bf16_high(w.z); v[6] = bf16_low(w.w); v[7] = bf16_high(w.w);
+      };
+#pragma unroll
+      for (int i = 0; i < kMost; i++) {
+        float v[8];
+        each(x[i], v);
+#pragma unroll
+        for (int e = 0; e < 8; e++) squares = __fmaf_rn(v[e], v[e], squares);
+      }
+      const float inv = rsqrtf(__fadd_rn(__fdiv_rn(warp_sum(squares), (float)p.kv_rank), p.norm_eps));
+#pragma unroll
+      for (int i = 0; i < kMost; i++) {
+        const int dim = i * 256 + lane * 8;
+        if (dim >= p.kv_rank) continue;
+        float v[8], n[8];
+        each(x[i], v);
+        each(norm[i], n);
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[e] = __fmul_rn(__fmul_rn(v[e], inv), n[e]);
+        *reinterpret_cast<uint4*>(row + dim) = make_uint4(bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3]), bf16_pair(v[4], v[5]), bf16_pair(v[6], v[7]));
+      }
     }
   }
 }
@@ -108,32 +147,54 @@ template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const 
   if (begin >= end || first_column >= n_columns) return;
   const float scale_log2 = __fmul_rn(p.scale, 1.44269504f);
   auto copy_step = [&](int position) {
-#pragma unroll 9
-    for (int i = threadIdx.x; i < kStep * (D / 8); i += kThreads) {
-      const int r = i / (D / 8), word = i % (D / 8);
-      copy_async(&stage[r][word], reinterpret_cast<const uint4*>(p.cache + (size_t)(position + r) * D) + word, position + r < end);
-    }
+    // A row's words by eight threads, eight apart.
+    const int r = threadIdx.x >> 3;
+    const uint4* from = reinterpret_cast<const uint4*>(p.cache + (size_t)(position + r) * D) + (threadIdx.x & 7);
+#pragma unroll
+    for (int word = 0; word < (D / 8 + 7) / 8; word++)
+      if (word * 8 + ((int)threadIdx.x & 7) < D / 8) copy_async(&stage[r][word * 8 + (threadIdx.x & 7)], from + word * 8, position + r < end);
     copy_async_commit();
   };
   copy_step(begin);
+  for (int i = threadIdx.x; i < kColumns * (D / 64); i += kThreads)   // the queries, into L1
+    touch(p.absorbed + (size_t)min(first_column + i / (D / 64), n_columns - 1) * D + i % (D / 64) * 64);
   const int q_low = min(first_column + g, n_columns - 1) * D + 8 * t, q_high = min(first_column + g + 8, n_columns - 1) * D + 8 * t;   // of absorbed
   float o[NT][4] = {};
   if (threadIdx.x < kColumns) { column_m[threadIdx.x] = -INFINITY; column_l[threadIdx.x] = 0; }
 
 #pragma unroll 1
   for (int position = begin; position < stop; position += kStep) {
-    copy_async_wait<0>();
-    __syncthreads();
     {
       const int tile = warp & 3, half = warp >> 2, piece_end = half ? kPieces : kFirstHalf;
       float s[4] = {0, 0, 0, 0};
+      bool here = false;   // the step's rows of the cache
+      const auto pieces = [&](auto upper, auto at_once) {   // with or without columns 8 to 15, so many pieces' queries at once
+        constexpr int kAtOnce = decltype(at_once)::value;
 #pragma unroll 1
-      for (int i = half * kFirstHalf; i < piece_end; i++) {
-        const uint4 low = load_activations(reinterpret_cast<const uint4*>(p.absorbed + q_low + i * 32)), high = load_activations(reinterpret_cast<const uint4*>(p.absorbed + q_high + i * 32));
-        const uint4 k = stage[tile * 8 + g][i * 4 + t];
-        mma_bf16(s, make_uint4(low.x, high.x, low.y, high.y), k.x, k.y);
-        mma_bf16(s, make_uint4(low.z, high.z, low.w, high.w), k.z, k.w);
-      }
+        for (int i0 = half * kFirstHalf; i0 < piece_end; i0 += kAtOnce) {
+          uint4 low[kAtOnce], high[kAtOnce];
+#pragma unroll
+          for (int u = 0; u < kAtOnce; u++) {
+            if (i0 + u >= piece_end) continue;
+            low[u] = load_activations(reinterpret_cast<const uint4*>(p.absorbed + q_low + (i0 + u) * 32));
+            high[u] = decltype(upper)::value ? load_activations(reinterpret_cast<const uint4*>(p.absorbed + q_high + (i0 + u) * 32)) : make_uint4(0, 0, 0, 0);
+          }
+          if (!here) {
+            copy_async_wait<0>();
+            __syncthreads();
+            here = true;
+          }
+#pragma unroll
+          for (int u = 0; u < kAtOnce; u++) {
+            if (i0 + u >= piece_end) continue;
+            const uint4 k = stage[tile * 8 + g][(i0 + u) * 4 + t];
+            mma_bf16(s, make_uint4(low[u].x, high[u].x, low[u].y, high[u].y), k.x, k.y);
+            mma_bf16(s, make_uint4(low[u].z, high[u].z, low[u].w, high[u].w), k.z, k.w);
+          }
+        }
+      };
+      if (n_columns - first_column > 8) pieces(std::true_type{}, std::integral_constant<int, kFirstHalf < 2 ? kFirstHalf : 2>{});
+      else pieces(std::false_type{}, std::integral_constant<int, kFirstHalf < 3 ? kFirstHalf : 3>{});
 #pragma unroll
       for (int e = 0; e < 4; e++) score[half][g + 8 * (e >> 1)][tile * 8 + 2 * t + (e & 1)] = s[e];
     }
@@ -195,67 +256,92 @@ template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const 
 // Grid: (n_heads, ceil(max_rows / kValueRows)), 8 warps: one head of a few rows. Warp w finds the factors of row w's chunks, a lane one chunk; all threads add the chunks, each some dims; then warps
 // take 16-row tiles of W_UV.
 template <int KV> __device__ __forceinline__ void latent_value(const LatentParams& p) {
-  constexpr int kRows = kValueRows, kDims = (KV + kThreads - 1) / kThreads;
+  constexpr int kRows = kValueRows, kBlocks = KV / 32, kHeld = kBlocks < 4 ? kBlocks : 4;
+  static_assert(KV / 2 <= kThreads, "a thread has two dims");
   SHARED(bf16, attended, [kRows][KV + 8]);
   SHARED(float, factor, [kRows][kLatentChunks]);
+  SHARED(float, sums, [kRows][kLatentChunks]);
   SHARED(float, inverse, [kRows]);
   pdl_launch_dependents();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int head = blockIdx.x, n_tiles = p.v_dim / 16, k_blocks = KV / 32, first = blockIdx.y * kRows;
-  const uint4* weights = p.w_uv + (size_t)head * n_tiles * k_blocks * 64;
-  if (warp == 0) for (int i = lane; i < n_tiles; i += 32) prefetch_l2(weights + (size_t)i * k_blocks * 64, k_blocks * 1024);
+  const int head = blockIdx.x, n_tiles = p.v_dim / 16, first = blockIdx.y * kRows;
+  // Of this warp's first tile the first blocks are held, the rest is asked for.
+  const uint4* weights = p.w_uv + ((size_t)head * n_tiles + min(warp, n_tiles - 1)) * kBlocks * 64 + lane;
+  uint4 held[kHeld][2];
+#pragma unroll
+  for (int b = 0; b < kHeld; b++) { held[b][0] = load_weights(weights + b * 64); held[b][1] = load_weights(weights + b * 64 + 32); }
+  if (lane == 0)
+    for (int tile = warp; tile < n_tiles; tile += kWarps) prefetch_l2(p.w_uv + ((size_t)head * n_tiles + tile) * kBlocks * 64, kBlocks * 1024);
   pdl_wait();
   const int rows = min(*p.rows, p.max_rows), length = *p.length, n_chunks = latent_chunk_of(length + rows - 1) + 1;
   if (first >= rows) return;
   const size_t columns = (size_t)p.max_rows * p.n_heads;
   const auto partial = [&](int chunk, int m) { return p.partials + (chunk * columns + (size_t)(first + m) * p.n_heads + head) * (KV + 2); };
   const int mine = min(rows - first, kRows);
+  constexpr int kAtOnce = 12;   // chunks; the first of them are under way while the factors are made
+  float2 early[kAtOnce];
+#pragma unroll
+  for (int c = 0; c < kAtOnce; c++)
+    if (c < n_chunks && (int)threadIdx.x < KV / 2) early[c] = *reinterpret_cast<const float2*>(partial(c, 0) + 2 * threadIdx.x);
   if (warp < mine) {
     const float scale_log2 = __fmul_rn(p.scale, 1.44269504f);
     float top = -INFINITY, l = 0;
     for (int chunk = lane; chunk < n_chunks; chunk += 32) {
-      const float m = partial(chunk, warp)[KV];
-      factor[warp][chunk] = m;
-      top = fmaxf(top, m);
+      const float2 ml = *reinterpret_cast<const float2*>(partial(chunk, warp) + KV);
+      factor[warp][chunk] = ml.x;
+      sums[warp][chunk] = ml.y;
+      top = fmaxf(top, ml.x);
     }
     top = warp_max(top);
     for (int chunk = lane; chunk < n_chunks; chunk += 32) {
       const float f = exp2_fast(__fmul_rn(factor[warp][chunk] - top, scale_log2));
       factor[warp][chunk] = f;
-      l = __fmaf_rn(partial(chunk, warp)[KV + 1], f, l);
+      l = __fmaf_rn(sums[warp][chunk], f, l);
     }
     l = warp_sum(l);
     if (lane == 0) inverse[warp] = __fdiv_rn(1.f, l);
   }
   __syncthreads();
-  for (int m = 0; m < mine; m++) {
-    float o[kDims] = {};
-#pragma unroll 8
-    for (int chunk = 0; chunk < n_chunks; chunk++) {
-      const float* from = partial(chunk, m);
-      const float f = factor[m][chunk];
+  if ((int)threadIdx.x < KV / 2)
+    for (int m = 0; m < mine; m++) {
+      float2 o{0, 0};
+      for (int chunk0 = 0; chunk0 < n_chunks; chunk0 += kAtOnce) {
+        float2 v[kAtOnce];
+        if (chunk0 == 0 && m == 0) {
 #pragma unroll
-      for (int i = 0; i < kDims; i++)
-        if (i * kThreads + (int)threadIdx.x < KV) o[i] = __fmaf_rn(from[i * kThreads + threadIdx.x], f, o[i]);
-    }
+          for (int c = 0; c < kAtOnce; c++) v[c] = early[c];
+        } else {
 #pragma unroll
-    for (int i = 0; i < kDims; i++) {
-      const int dim = i * kThreads + threadIdx.x;
-      if (dim >= KV) continue;
-      const bf16 y = __float2bfloat16(__fmul_rn(o[i], inverse[m]));
-      attended[m][dim] = y;
-      p.attended[((size_t)(first + m) * p.n_heads + head) * KV + dim] = y;
+          for (int c = 0; c < kAtOnce; c++)
+            if (chunk0 + c < n_chunks) v[c] = *reinterpret_cast<const float2*>(partial(chunk0 + c, m) + 2 * threadIdx.x);
+        }
+#pragma unroll
+        for (int c = 0; c < kAtOnce; c++)
+          if (chunk0 + c < n_chunks) {
+            const float f = factor[m][chunk0 + c];
+            o.x = __fmaf_rn(v[c].x, f, o.x);
+            o.y = __fmaf_rn(v[c].y, f, o.y);
+          }
+      }
+      const uint32_t y = bf16_pair(__fmul_rn(o.x, inverse[m]), __fmul_rn(o.y, inverse[m]));
+      *reinterpret_cast<uint32_t*>(&attended[m][2 * threadIdx.x]) = y;
+      *reinterpret_cast<uint32_t*>(p.attended + ((size_t)(first + m) * p.n_heads + head) * KV + 2 * threadIdx.x) = y;
     }
-  }
   __syncthreads();
   for (int tile = warp; tile < n_tiles; tile += kWarps) {
     float acc[4] = {0, 0, 0, 0};
-#pragma unroll 8
-    for (int b = 0; b < k_blocks; b++) {
-      const uint4 in = g < mine ? *reinterpret_cast<const uint4*>(&attended[g][b * 32 + 8 * t]) : make_uint4(0, 0, 0, 0);
-      const uint4* w = weights + ((size_t)tile * k_blocks + b) * 64 + lane;
-      mma_bf16(acc, load_constants(w), in.x, in.y);
-      mma_bf16(acc, load_constants(w + 32), in.z, in.w);
+    weights = p.w_uv + ((size_t)head * n_tiles + tile) * kBlocks * 64 + lane;
+#pragma unroll
+    for (int half = 0; half < kBlocks; half += kHeld) {
+      if (half > 0 || tile > warp)
+#pragma unroll
+        for (int b = 0; b < kHeld; b++) { held[b][0] = load_weights(weights + (half + b) * 64); held[b][1] = load_weights(weights + (half + b) * 64 + 32); }
+#pragma unroll
+      for (int b = 0; b < kHeld; b++) {
+        const uint4 in = g < mine ? *reinterpret_cast<const uint4*>(&attended[g][(half + b) * 32 + 8 * t]) : make_uint4(0, 0, 0, 0);
+        mma_bf16(acc, held[b][0], in.x, in.y);
+        mma_bf16(acc, held[b][1], in.z, in.w);
+      }
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {

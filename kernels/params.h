@@ -124,15 +124,6 @@ struct AdvanceParams {
 };
 static_assert(sizeof(AdvanceParams) == 16, "AdvanceParams");
 
-// Weights of a later kernel (constants: they may be read at any time): pieces i < n of `bytes` at `at` + i * stride; all multiples of 16. n = 0: none.
-struct NextWeights {
-  const unsigned char* at;
-  unsigned stride, bytes;
-  int n;
-  int pad;
-};
-static_assert(sizeof(NextWeights) == 24, "twin in Rust");
-
 // ---- linear.cu ----
 enum Epilogue : int {
   kEpilogueStore = 0,     // out[row][n] = y (+ bias[n]); into stream, unrounded, when that is set
@@ -181,10 +172,9 @@ struct LinearParams {
   int out_stride;
   int tap_stride;
   int last_row;          // 1: the only row is the last in use, n_rows - 1 of x; its output is row 0. Not linear_two
-  NextWeights next;      // linear_m*, linear_two
 };
 static_assert(sizeof(LinearPart) == 56, "twin in Rust");
-static_assert(sizeof(LinearParams) == 272, "twin in Rust");
+static_assert(sizeof(LinearParams) == 248, "twin in Rust");
 
 // ---- norm.cu ----
 struct NormParams {
@@ -496,11 +486,10 @@ struct RouterParams {
   const bf16* x;                  // normed [rows][x_stride]
   float* sums;                    // [kRouterSplits][rows][n_experts]
   int k, x_stride, n_experts, rows;
-  NextWeights next;
 };
-static_assert(sizeof(RouterParams) == 64, "twin in Rust");
+static_assert(sizeof(RouterParams) == 40, "twin in Rust");
 
-// How experts are chosen: by every block of experts_up for itself; block 0 leaves the result in `work`.
+// How experts are chosen: by every block of experts_up for itself; the last one leaves the result in `work`.
 struct RouteParams {
   const float* sums;              // RouterParams::sums; times 1/rms of a row they are logits
   const float* bias;              // [n_experts] added to scores for the choice alone, or null
@@ -543,11 +532,9 @@ struct ExpertParams {
   int rows;                       // of the launch
   float eps;
   int pad;
-  ExpertMatrix down;              // up: what experts_down will read of the routed experts, asked of L2 once they are chosen; weights null: nothing
-  NextWeights next;               // up: of the shared expert's way down; down: of the kernel behind
 };
 static_assert(sizeof(ExpertMatrix) == 32, "twin in Rust");
-static_assert(sizeof(ExpertParams) == 288, "twin in Rust");
+static_assert(sizeof(ExpertParams) == 232, "twin in Rust");
 
 // ---- mla.cu ----
 // The chunks of a latent cache: 32 positions wide up to 2,048, 64 to 4,096, 128 to 8,192, 256 to 16,384, 1,024 beyond. Absolute, so that bits depend on the position alone.
@@ -580,6 +567,5 @@ struct LatentParams {
   float rope_factor;       // of cos and sin
   float norm_eps;
   int pad;
-  NextWeights next;        // asked for by latent_query: the memory has little else to do during these three kernels
 };
-static_assert(sizeof(LatentParams) == 176, "twin in Rust");
+static_assert(sizeof(LatentParams) == 152, "twin in Rust");

@@ -1,6 +1,6 @@
 // Times the real linear kernels on a GPU, without the engine: chains of all linear layers of a model in one graph with programmatic edges, single shapes,
 // prefill; and first checks that all variants, widths and prefill give the same bits there, and the right numbers.
-// Build and run: nvcc -O3 -std=c++17 -arch=sm_90a -Ikernels kernels/bench/linear_bench.cu -o linear_bench && ./linear_bench [check|shapes|chains|next|prefill]...
+// Build and run: nvcc -O3 -std=c++17 -arch=sm_90a -Ikernels kernels/bench/linear_bench.cu -o linear_bench && ./linear_bench [check|shapes|chains|prefill]...
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <cmath>
@@ -59,15 +59,8 @@ LinearParams params_of(const Shape& s, size_t offset, const bf16* x, bf16* out, 
   if (s.epilogue == kEpilogueLogits) { p.max_value = max_value; p.max_id = max_id; }
   return p;
 }
-int next_bytes = 0;   // of each warp's run of the next matrix, asked for early
-NextWeights next_of(const Shape& s, size_t offset) {
-  const int k_blocks = k_blocks_of(s.k), run = (segments(s.k) + 15) / 16 * segment_blocks_of(k_blocks), tiles = (int)(bytes_of(s) / 1024 / k_blocks);
-  if (!next_bytes || k_blocks % run) return {};
-  return {(const unsigned char*)weights + offset, run * 1024u, (unsigned)std::min(next_bytes, run * 1024), std::min(tiles, 2 * n_sms) * (k_blocks / run), 0};
-}
-void linear_launch(const Choice& c, const Shape& s, size_t offset, const bf16* x, bf16* out, int rows, int layer, NextWeights next = {}) {
+void linear_launch(const Choice& c, const Shape& s, size_t offset, const bf16* x, bf16* out, int rows, int layer) {
   LinearParams p = params_of(s, offset, x, out, rows);
-  p.next = next;
   if (s.epilogue == kEpilogueResidual) { p.next_norm = norm_weight + layer % 64 * 8192; p.normed = buffer[2]; p.squares = squares; }
   const int n_groups = (p.n_tiles + c.v->tiles - 1) / c.v->tiles;
   launch(c.v->f, dim3(c.per_sm ? std::min(n_groups, c.per_sm * n_sms) : n_groups), c.v->warps * 32, 0, &p, true);
@@ -207,11 +200,11 @@ void time_chain(const Model& m, int rows, const Choice* fixed) {
     add(m.head, 2, 1, 0);
     n = (int)all.size();
     for (int i = 0; i < n; i++) {
-      const Link& a = all[i], &b = all[(i + 1) % n];
-      linear_launch(fixed ? *fixed : best_of.at(key(*a.s, rows)), *a.s, a.offset, buffer[a.from], buffer[a.to], rows, a.norm, next_of(*b.s, b.offset));
+      const Link& a = all[i];
+      linear_launch(fixed ? *fixed : best_of.at(key(*a.s, rows)), *a.s, a.offset, buffer[a.from], buffer[a.to], rows, a.norm);
     }
   });
-  std::printf("chain %-13s M%-2d %-22s/%d next %5d: %d linears %.3f GB %.4f ms %.0f GB/s %.1f%% of the ceiling\n", m.name, rows, fixed ? fixed->v->name + 7 : "best per shape", fixed ? fixed->per_sm : 0, next_bytes, n, total / 1e9, ms, total / ms / 1e6, 100 * total / ms / 1e6 / ceiling);
+  std::printf("chain %-13s M%-2d %-22s/%d: %d linears %.3f GB %.4f ms %.0f GB/s %.1f%% of the ceiling\n", m.name, rows, fixed ? fixed->v->name + 7 : "best per shape", fixed ? fixed->per_sm : 0, n, total / 1e9, ms, total / ms / 1e6, 100 * total / ms / 1e6 / ceiling);
   std::fflush(stdout);
 }
 void time_prefill(const Model& m, int rows) {
@@ -267,12 +260,6 @@ int main(int argc, char** argv) {
   };
   for (const Model& m : models) {
     if (wants("shapes")) { time_shapes(m); for (int rows : {1, 8, 16}) time_chain(m, rows, nullptr); }
-    if (wants("next")) for (int rows : {1, 8, 16}) for (int bytes : {0, 1024, 2048, 3072, 4096, 6144, 8192, 16384}) {
-      next_bytes = bytes;
-      const Choice c{&kVariants[rows > 8 ? 3 : 0], 2};
-      time_chain(m, rows, &c);
-      next_bytes = 0;
-    }
     if (wants("chains")) for (int rows : {1, 8, 16}) for (const Variant& v : kVariants) for (int per_sm : {0, 1, 2}) if (v.columns * 8 >= rows && (rows > 8 || v.columns == 1)) { const Choice c{&v, per_sm}; time_chain(m, rows, &c); }
   }
   if (wants("prefill")) for (int rows : {16, 64, 256, 512, 1024}) { time_prefill(models[0], rows); if (rows == 512) time_prefill(models[1], rows); }

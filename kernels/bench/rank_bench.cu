@@ -54,14 +54,6 @@ template <class F> float time_graph(F record, int n = 9) {
   std::sort(t.begin(), t.end());
   return t[n / 2];
 }
-// The first `budget` bytes that a linear kernel's first wave reads of a matrix of n rows.
-NextWeights next_of(const char* at, int n, int k, size_t budget) {
-  const int k_blocks = k_blocks_of(k), segment = segment_blocks_of(k_blocks), run = ((k_blocks + segment - 1) / segment + 15) / 16 * segment, tiles = std::min((n + 15) / 16, 2 * n_sms);
-  if (!budget || k_blocks % run) return {};
-  const int pieces = tiles * (k_blocks / run);
-  return {(const unsigned char*)at, run * 1024u, (unsigned)std::min<size_t>(run * 1024, budget / pieces / 16 * 16), pieces, 0};
-}
-NextWeights all_of(const char* at, size_t bytes) { return {(const unsigned char*)at, 4096, 4096, (int)(bytes / 4096), 0}; }
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -99,49 +91,45 @@ int main(int argc, char** argv) {
     const int state[2] = {depth, rows};
     CHECK(cudaMemcpy(ints, state, 8, cudaMemcpyHostToDevice));
     const bool wide = rows > 8;
-    auto pass = [&](const std::string& skip, size_t budget) {
-      const auto linear = [&](const char* name, const char* w, int n, int k, const bf16* x, int x_stride, bool normalised, void* to, bool f32, NextWeights next) {
+    auto pass = [&](const std::string& skip) {
+      const auto linear = [&](const char* name, const char* w, int n, int k, const bf16* x, int x_stride, bool normalised, void* to, bool f32) {
         if (skip == name) return;
         LinearParams p{};
         const int k_blocks = k_blocks_of(k), segment = segment_blocks_of(k_blocks);
         p.part[0] = {(const uint4*)w, nullptr, x, normalised ? squares : nullptr, nullptr, k, x_stride, (unsigned short)segment, (unsigned short)((k_blocks + segment - 1) / segment), 1e-5f};
-        p.n_parts = 1; p.n = n; p.n_tiles = (n + 15) / 16; p.rows = rows; p.epilogue = f32 ? kEpilogueLogits : kEpilogueStore; p.out = (bf16*)to; p.logits = (float*)to; p.out_stride = n; p.next = next;
+        p.n_parts = 1; p.n = n; p.n_tiles = (n + 15) / 16; p.rows = rows; p.epilogue = f32 ? kEpilogueLogits : kEpilogueStore; p.out = (bf16*)to; p.logits = (float*)to; p.out_stride = n;
         launch(wide ? (const void*)linear_m16_t1_w16_a1 : (const void*)linear_m8_t1_w16_a2, dim3(std::min(p.n_tiles, grid2)), 512, &p);
       };
       for (int i = 0; i < (only ? 2 : kLayers); i++) {
-        const Layer& l = layers[i % kDistinct]; const Layer& after = layers[(i + 1) % kDistinct];
-        linear("qkv_a", l.qkv_a, kLatents, kHidden, normed, kHidden, true, latents, false, next_of(l.q_b, kHeads * 192, kQ, budget));
-        linear("q_b", l.q_b, kHeads * 192, kQ, latents, kLatents, false, q, false, {});
+        const Layer& l = layers[i % kDistinct];
+        linear("qkv_a", l.qkv_a, kLatents, kHidden, normed, kHidden, true, latents, false);
+        linear("q_b", l.q_b, kHeads * 192, kQ, latents, kLatents, false, q, false);
         LatentParams a{};
         a.latents = latents; a.q = q; a.absorbed = absorbed; a.attended = attended; a.out = out; a.cache = l.cache; a.w_uk = (const uint4*)l.w_uk; a.w_uv = (const uint4*)l.w_uv; a.kv_norm = norm; a.inv_freq = freq; a.partials = partials;
         a.length = ints; a.rows = ints + 1; a.q_rank = kQ; a.latents_stride = kLatents; a.n_heads = kHeads; a.kv_rank = kKv; a.nope_dim = kNope; a.rope_dim = kRope; a.v_dim = kV; a.max_rows = rows; a.scale = 0.1f; a.rope_factor = 1; a.norm_eps = 1e-6f;
-        if (budget) a.next = all_of(l.o, (size_t)kHidden * kHeads * kV * 2);
         const int tasks = kHeads * 32 + rows * 9;
         if (skip != "latent_query") launch((const void*)latent_query, dim3((tasks + 7) / 8), 256, &a);
         if (skip != "latent_attend") launch((const void*)latent_attend_512_64, dim3(latent_chunk_of(capacity - 1) + 1, (rows * kHeads + 15) / 16), 256, &a);
         if (skip != "latent_value") launch((const void*)latent_value_512, dim3(kHeads, (rows + kValueRows - 1) / kValueRows), 256, &a);
-        linear("o", l.o, kHidden, kHeads * kV, out, kHeads * kV, false, partial, false, budget ? all_of(l.router, (size_t)kExperts * kHidden * 2) : NextWeights{});
-        RouterParams r{(const uint4*)l.router, normed, sums, kHidden, kHidden, kExperts, rows, budget ? all_of(l.shared_up, (size_t)2 * kDim * kHidden * 2) : NextWeights{}};
+        linear("o", l.o, kHidden, kHeads * kV, out, kHeads * kV, false, partial, false);
+        RouterParams r{(const uint4*)l.router, normed, sums, kHidden, kHidden, kExperts, rows};
         if (skip != "router") launch(wide ? (const void*)router_m16 : (const void*)router_m8, dim3(kExperts / 16, kRouterSplits), 512, &r);
         ExpertParams e{};
         e.routed = {l.up, nullptr, (size_t)32 * 112 * 576, 0, kDim}; e.shared = {(unsigned char*)l.shared_up, nullptr, 0, 0, kDim};
         e.route = {sums, bias, work, ints + 1, 0, kExperts, kTop, 1, 1, 0, 1, 2.827f};
         e.x = normed; e.squares = squares; e.act = act; e.k = kHidden; e.x_stride = kHidden; e.act_stride = 9 * kDim; e.rows = rows; e.eps = 1e-5f;
         ExpertMatrix down{l.down, nullptr, (size_t)448 * 4 * 576, 0, kDim};
-        if (budget) { e.down = down; e.next = all_of(l.shared_down, (size_t)kHidden * kDim * 2); }
         if (skip != "up") launch(wide ? (const void*)experts_up_m16_int4_bf16 : (const void*)experts_up_m8_int4_bf16, dim3(grid2), 512, &e);
-        e.routed = down; e.shared = {(unsigned char*)l.shared_down, nullptr, 0, 0, kDim}; e.x = act; e.x_stride = 9 * kDim; e.n = kHidden; e.partial = partial; e.down.weights = nullptr;
-        e.next = next_of(after.qkv_a, kLatents, kHidden, budget);
+        e.routed = down; e.shared = {(unsigned char*)l.shared_down, nullptr, 0, 0, kDim}; e.x = act; e.x_stride = 9 * kDim; e.n = kHidden; e.partial = partial;
         if (skip != "down") launch(wide ? (const void*)experts_down_m16_int4_bf16 : (const void*)experts_down_m8_int4_bf16, dim3(wide ? kHidden / 16 : kHidden / 32), 512, &e);
       }
-      linear("head", head, kVocab, kHidden, normed, kHidden, true, logits, true, {});
+      linear("head", head, kVocab, kHidden, normed, kHidden, true, logits, true);
     };
-    if (only) { pass("", 0); CHECK(cudaStreamSynchronize(stream)); continue; }
-    for (size_t budget : {(size_t)0, (size_t)4 << 20, (size_t)8 << 20, (size_t)12 << 20, (size_t)16 << 20}) {
-      const float ms = time_graph([&] { pass("", budget); });
-      std::printf("T=%-2d next %2zu MB: %.3f ms", rows, budget >> 20, ms);
-      if (budget == 0 || budget == 12 << 20)
-        for (const char* skip : {"qkv_a", "q_b", "latent_query", "latent_attend", "latent_value", "o", "router", "up", "down", "head"}) std::printf(" | %s %.1f", skip, (ms - time_graph([&] { pass(skip, budget); }, 5)) * 1e3 / (std::string(skip) == "head" ? 1 : kLayers));
+    if (only) { pass(""); CHECK(cudaStreamSynchronize(stream)); continue; }
+    {
+      const float ms = time_graph([&] { pass(""); });
+      std::printf("T=%-2d: %.3f ms", rows, ms);
+      for (const char* skip : {"qkv_a", "q_b", "latent_query", "latent_attend", "latent_value", "o", "router", "up", "down", "head"}) std::printf(" | %s %.1f", skip, (ms - time_graph([&] { pass(skip); }, 5)) * 1e3 / (std::string(skip) == "head" ? 1 : kLayers));
       ExpertWork w; CHECK(cudaMemcpy(&w, work, sizeof w, cudaMemcpyDeviceToHost));
       std::printf(" us; %d experts\n", w.n);
       std::fflush(stdout);

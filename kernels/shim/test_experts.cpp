@@ -158,12 +158,12 @@ void check_experts(Matrix::Format routed, Matrix::Format common, const char* nam
   for (int width : {1, 5, 8, 16}) for (int first = 0; first + width <= rows; first += width) {
     std::vector<ExpertWork> work(1);
     auto sums = poisoned<float>((size_t)kRouterSplits * width * E);
-    RouterParams rp{reinterpret_cast<const uint4*>(router.tiles.data()), normed.data() + (size_t)first * hidden, sums.data(), hidden, hidden, E, width, {}};
+    RouterParams rp{reinterpret_cast<const uint4*>(router.tiles.data()), normed.data() + (size_t)first * hidden, sums.data(), hidden, hidden, E, width};
     run(width > 8 ? "router_m16" : "router_m8", dim3((E + 15) / 16, kRouterSplits), 512, rp);
     auto act = poisoned<bf16>((size_t)width * act_stride);
     ExpertParams p{};
     p.routed = up_matrix; p.shared = {shared_up.tiles.data(), shared_up.tile_scales.data(), 0, 0, shared_dim}; p.route = {sums.data(), nullptr, work.data(), nullptr, 0, E, top_k, 1, 1, 1, 1, 1.5f}; p.x = normed.data() + (size_t)first * hidden;
-    p.squares = squares.data() + (size_t)first * (hidden / 16); p.act = act.data(); p.k = hidden; p.x_stride = hidden; p.act_stride = act_stride; p.rows = width; p.eps = 1e-5f; p.down = down_matrix;
+    p.squares = squares.data() + (size_t)first * (hidden / 16); p.act = act.data(); p.k = hidden; p.x_stride = hidden; p.act_stride = act_stride; p.rows = width; p.eps = 1e-5f;
     char kernel[64]; std::snprintf(kernel, sizeof kernel, "experts_up_m%d_%s", width > 8 ? 16 : 8, name);
     run(kernel, dim3(width % 2 ? 3 : 7), 512, p);
     p.routed = down_matrix; p.shared = {shared_down.tiles.data(), shared_down.tile_scales.data(), 0, 0, shared_dim}; p.x = act.data(); p.x_stride = act_stride; p.n = hidden;

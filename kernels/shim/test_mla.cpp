@@ -40,7 +40,7 @@ void attention(const Shape& s, int length, int rows, uint32_t seed) {
     auto absorbed = poisoned<bf16>((size_t)width * s.heads * row_dim);
     auto partials = poisoned<float>((size_t)chunks * width * s.heads * (s.kv + 2));
     LatentParams p{latents.data() + (size_t)first * stride, q.data() + (size_t)first * s.heads * q_dim, absorbed.data(), r.attended.data(), r.out.data(), cache.data(), w_uk.data(), w_uv.data(),
-                   norm.data(), freq.data(), partials.data(), &first, &n, q_rank, stride, s.heads, s.kv, s.nope, s.rope, s.v, width, scale, factor, eps, 0, {}};
+                   norm.data(), freq.data(), partials.data(), &first, &n, q_rank, stride, s.heads, s.kv, s.nope, s.rope, s.v, width, scale, factor, eps, 0};
     run("latent_query", 1 + first % 5, kThreads, p);
     run(s.attend, dim3(chunks, (width * s.heads + kColumns - 1) / kColumns), kThreads, p);
     run(s.value, dim3(s.heads, (width + kValueRows - 1) / kValueRows), kThreads, p);
