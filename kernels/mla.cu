@@ -31,17 +31,20 @@ __device__ __forceinline__ void rotate(const bf16* from, bf16* to, int n, const 
   }
 }
 
+__device__ __forceinline__ int rows_of(const LatentParams& p) { return min(*p.rows - p.first_row, p.max_rows); }
+
 // ---- latent_query ----
 // Tasks of one warp, blockIdx.x * 8 + warp, + 8 gridDim.x: 16 dims of a head's absorbed query in all rows; the rotated part of a (row, head); the cache row of a row.
 __device__ __forceinline__ void latent_query_body(const LatentParams& p) {
   pdl_launch_dependents();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int n_tiles = p.kv_rank / 16, k_blocks = p.nope_dim / 32, q_dim = p.nope_dim + p.rope_dim, row_dim = p.kv_rank + p.rope_dim;
+  const int n_tiles = p.kv_rank / 16, k_blocks = k_blocks_of(p.nope_dim), q_dim = p.nope_dim + p.rope_dim, row_dim = p.kv_rank + p.rope_dim;
   const int n_absorb = p.n_heads * n_tiles;
   for (int task = blockIdx.x * kWarps + warp; task < n_absorb; task += gridDim.x * kWarps)
     for (int i = lane; i < k_blocks * 32; i += 32) prefetch_l2(p.w_uk + (size_t)task * k_blocks * 64 + i * 2);
   pdl_wait();
-  const int rows = min(*p.rows, p.max_rows), length = *p.length;
+  const int rows = rows_of(p), length = *p.length + p.first_row;
+  if (rows <= 0) return;
   const int n_tasks = n_absorb + rows * p.n_heads + rows;
   for (int task = blockIdx.x * kWarps + warp; task < n_tasks; task += gridDim.x * kWarps) {
     if (task < n_absorb) {
@@ -49,9 +52,10 @@ __device__ __forceinline__ void latent_query_body(const LatentParams& p) {
       const uint4* weights = p.w_uk + (size_t)task * k_blocks * 64 + lane;
       for (int m0 = 0; m0 < rows; m0 += 8) {
         const bf16* x = p.q + ((size_t)min(m0 + g, rows - 1) * p.n_heads + head) * q_dim + 8 * t;
+        const int last = p.nope_dim - 8 - 8 * t;
         float acc[4] = {0, 0, 0, 0};
         for (int b = 0; b < k_blocks; b++) {
-          const uint4 in = load_activations(reinterpret_cast<const uint4*>(x + b * 32));
+          const uint4 in = load_activations(reinterpret_cast<const uint4*>(x + min(b * 32, last)));   // what has no column of its own meets zeros
           mma_bf16(acc, load_constants(weights + b * 64), in.x, in.y);
           mma_bf16(acc, load_constants(weights + b * 64 + 32), in.z, in.w);
         }
@@ -92,7 +96,7 @@ __device__ __forceinline__ float fold(float old, float addition, const Factors& 
 // Scores: warp w does positions 8 (w % 4) .. and half w / 4 of the pieces. Softmax: warp w has columns 2w and 2w + 1, a lane a position. o: warp w has KV / 8 dims.
 // Shared memory: rows of the cache, 16 bytes apart from a multiple of 128 (ldmatrix without bank conflicts), scores, p, factors: 43 KB at most.
 template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const LatentParams& p) {
-  constexpr int D = KV + ROPE, kPieces = D / 32, kFirstHalf = (kPieces + 1) / 2, NT = KV / 64, kRowWords = D / 8 + 1;
+  constexpr int D = KV + ROPE, kPieces = (D + 31) / 32, kFirstHalf = (kPieces + 1) / 2, NT = KV < 64 ? 1 : KV / 64, kRowWords = kPieces * 4 + 1;
   SHARED(uint4, stage, [kStep][kRowWords]);
   SHARED(float, score, [2][kColumns][kStep + 1]);
   SHARED(uint32_t, probability, [kColumns][kStep / 2 + 4]);
@@ -102,7 +106,7 @@ template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const 
   pdl_launch_dependents();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   pdl_wait();
-  const int rows = min(*p.rows, p.max_rows), length = *p.length, end = length + rows;
+  const int rows = rows_of(p), length = *p.length + p.first_row, end = length + rows;
   const int begin = latent_chunk_begin(blockIdx.x), stop = min(latent_chunk_begin(blockIdx.x + 1), end), first_column = blockIdx.y * kColumns, n_columns = rows * p.n_heads;
   if (begin >= end || first_column >= n_columns) return;
   const float scale_log2 = __fmul_rn(p.scale, 1.44269504f);
@@ -114,6 +118,7 @@ template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const 
     }
     copy_async_commit();
   };
+  if (D % 32 && threadIdx.x < kStep * (kPieces * 4 - D / 8)) stage[threadIdx.x % kStep][D / 8 + threadIdx.x / kStep] = make_uint4(0, 0, 0, 0);   // the rest of the last piece
   copy_step(begin);
   const int q_low = min(first_column + g, n_columns - 1) * D + 8 * t, q_high = min(first_column + g + 8, n_columns - 1) * D + 8 * t;   // of absorbed
   float o[NT][4] = {};
@@ -128,7 +133,11 @@ template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const 
       float s[4] = {0, 0, 0, 0};
 #pragma unroll 1
       for (int i = half * kFirstHalf; i < piece_end; i++) {
-        const uint4 low = load_activations(reinterpret_cast<const uint4*>(p.absorbed + q_low + i * 32)), high = load_activations(reinterpret_cast<const uint4*>(p.absorbed + q_high + i * 32));
+        uint4 low = make_uint4(0, 0, 0, 0), high = low;
+        if (D % 32 == 0 || i * 32 + 8 * t < D) {
+          low = load_activations(reinterpret_cast<const uint4*>(p.absorbed + q_low + i * 32));
+          high = load_activations(reinterpret_cast<const uint4*>(p.absorbed + q_high + i * 32));
+        }
         const uint4 k = stage[tile * 8 + g][i * 4 + t];
         mma_bf16(s, make_uint4(low.x, high.x, low.y, high.y), k.x, k.y);
         mma_bf16(s, make_uint4(low.z, high.z, low.w, high.w), k.z, k.w);
@@ -164,6 +173,7 @@ template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const 
     const Factors low{factors[g].x, factors[g].y}, high{factors[g + 8].x, factors[g + 8].y};
 #pragma unroll
     for (int n = 0; n < NT; n++) {
+      if (KV < 64 && warp * 8 >= KV) break;
       uint32_t v[4];
       load_matrices<true>(v, &stage[lane][warp * NT + n]);   // lane l: row l % 8 of positions 8 (l / 8) ..
       float sum[4] = {0, 0, 0, 0};
@@ -185,7 +195,8 @@ template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const 
     if (column >= n_columns) continue;
     float* to = p.partials + (chunk * columns + column) * (KV + 2);
 #pragma unroll
-    for (int n = 0; n < NT; n++) *reinterpret_cast<float2*>(to + (warp * NT + n) * 8 + 2 * t) = make_float2(o[n][2 * half], o[n][2 * half + 1]);
+    for (int n = 0; n < NT; n++)
+      if (KV >= 64 || warp * 8 < KV) *reinterpret_cast<float2*>(to + (warp * NT + n) * 8 + 2 * t) = make_float2(o[n][2 * half], o[n][2 * half + 1]);
     if (warp == half && t == 0) *reinterpret_cast<float2*>(to + KV) = make_float2(column_m[g + 8 * half], column_l[g + 8 * half]);
   }
 }
@@ -200,7 +211,7 @@ template <int KV> __device__ __forceinline__ void latent_value(const LatentParam
   const uint4* weights = p.w_uv + (size_t)head * n_tiles * k_blocks * 64;
   for (int i = threadIdx.x; i < n_tiles * k_blocks * 32; i += kThreads) prefetch_l2(weights + i * 2);
   pdl_wait();
-  const int rows = min(*p.rows, p.max_rows), length = *p.length, n_chunks = latent_chunk_of(length + rows - 1) + 1;
+  const int rows = rows_of(p), length = *p.length + p.first_row, n_chunks = latent_chunk_of(length + rows - 1) + 1;
   if (first >= rows) return;
   const float scale_log2 = __fmul_rn(p.scale, 1.44269504f);
   const int m = first + warp;
@@ -248,6 +259,10 @@ template <int KV> __device__ __forceinline__ void latent_value(const LatentParam
 // latent_<kernel>_<numbers of a latent>_<of a rotated key>
 KERNEL(latent_query, LatentParams, kThreads) { latent_query_body(p); }
 KERNEL(latent_attend_512_64, LatentParams, kThreads, 2) { latent_attend<512, 64>(p); }
+KERNEL(latent_attend_128_16, LatentParams, kThreads, 2) { latent_attend<128, 16>(p); }
 KERNEL(latent_attend_64_32, LatentParams, kThreads, 2) { latent_attend<64, 32>(p); }
+KERNEL(latent_attend_32_8, LatentParams, kThreads, 2) { latent_attend<32, 8>(p); }
 KERNEL(latent_value_512, LatentParams, kThreads, 2) { latent_value<512>(p); }
+KERNEL(latent_value_128, LatentParams, kThreads, 2) { latent_value<128>(p); }
 KERNEL(latent_value_64, LatentParams, kThreads, 2) { latent_value<64>(p); }
+KERNEL(latent_value_32, LatentParams, kThreads, 2) { latent_value<32>(p); }

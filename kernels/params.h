@@ -140,7 +140,7 @@ struct LinearPart {
   const uint4* weights;  // re-tiled (format.cuh)
   const float* scales;   // [n_tiles][k_blocks][2], of block-scaled FP8
   const bf16* x;         // [rows][x_stride]; with a norm: normed
-  const float* squares;  // [rows][k / 16], or null: no norm, inv = 1. Read by linear_m* only
+  const float* squares;  // [rows][ceil(x_stride / 16)], or null: no norm, inv = 1. Read by linear_m* only
   const float* inv;      // [rows] from norm_rows, or null. Read by linear_prefill only
   int k;                 // multiple of 8; weights hold zeros up to k_blocks * 32
   int x_stride;          // multiple of 8
@@ -156,11 +156,11 @@ struct LinearParams {
   bf16* tap;             // [rows][tap_stride] or null: a copy of the stream (Residual only)
   const bf16* next_norm; // [n] RMSNorm weight of the next linear, or null. linear_m* only, Store and Residual
   bf16* normed;          // [rows][out_stride]: bf16(output * next_norm)
-  float* squares;        // [rows][n / 16]
+  float* squares;        // [rows][ceil(n / 16)]
   float* logits;         // [rows][out_stride]
   float* max_value;      // [rows][gridDim.x] or null
   int* max_id;           // [rows][gridDim.x]: lowest n with that value
-  const int* n_rows;     // rows in use, on the device (State.rows), or null: `rows`. linear_m*: read for last_row only
+  const int* n_rows;     // rows in use, on the device (State.rows), or null: `rows`. linear_m*: read for last_row and first_row only
   const float* row_scales; // [n_tiles * 16] in the order of tiles: linear_*_fp8_rows
   int group_tiles;       // linear_*_grouped: tile i reads x from column i / group_tiles * group_stride on
   int group_stride;
@@ -172,15 +172,17 @@ struct LinearParams {
   int out_stride;
   int tap_stride;
   int last_row;          // 1: the only row is the last in use, n_rows - 1 of x; its output is row 0. Not linear_two
+  int first_row;         // linear_m*: row 0 is this row of the pass; a launch behind the rows in use leaves at once. 0: nothing is looked at
+  int pad;
 };
 static_assert(sizeof(LinearPart) == 56, "twin in Rust");
-static_assert(sizeof(LinearParams) == 248, "twin in Rust");
+static_assert(sizeof(LinearParams) == 256, "twin in Rust");
 
 // ---- norm.cu ----
 struct NormParams {
-  const void* x;       // [rows][x_stride] f32 (a residual stream), or bf16 (the kernels named _bf16)
+  const void* x;       // [rows][x_stride] f32 (a residual stream), or bf16 (the kernels named _bf16*)
   const bf16* norm;    // [k] RMSNorm weight
-  void* normed;        // [rows][normed_stride]. norm_rows: bf16(x * norm); norm_step: x * inv * norm in x's type
+  void* normed;        // [rows][normed_stride]. norm_rows: bf16(x * norm); norm_step: x * inv * norm in x's type (norm_step_bf16_stream: f32)
   float* inv;          // [rows]: 1 / sqrt(mean(x^2) + eps); this and squares of norm_rows only
   float* squares;      // [rows][k / 16] or null: for a linear_m* after it (the head on the last row)
   const int* n_rows;   // as in LinearParams
@@ -477,7 +479,7 @@ struct ExpertWork {
   float weight[kExpertRows][kMaxChosen];  // by slot
   ExpertItem item[kExpertRows * kMaxChosen + 1];
 };
-static_assert(sizeof(ExpertItem) == 40, "twin in Rust");
+static_assert(sizeof(ExpertItem) == 40 && sizeof(ExpertWork) == 1040 + 40 * (kExpertRows * kMaxChosen + 1), "twins in Rust");
 
 // route: one block of 512 threads.
 struct RouteParams {
@@ -535,7 +537,8 @@ __host__ __device__ inline int latent_chunk_of(int position) {
 __host__ __device__ inline int latent_chunk_begin(int chunk) {
   return chunk < 32 ? chunk * 64 : chunk < 88 ? 2048 + (chunk - 32) * 256 : 16384 + (chunk - 88) * 1024;
 }
-// All kernels of a layer's latent attention. Row i is at position *length + i, for i < min(*rows, max_rows). Heads are those of this rank.
+// All kernels of a layer's latent attention. Row i is row first_row + i of the pass and at position *length + first_row + i, for i < min(*rows - first_row, max_rows). Heads are
+// those of this rank. kv_rank and v_dim are multiples of 16, the other dims of 8.
 struct LatentParams {
   const bf16* latents;     // [max_rows][latents_stride]: q_rank of queries, then kv_rank and rope_dim of keys and values, raw
   const bf16* q;           // [max_rows][n_heads][nope_dim + rope_dim] raw
@@ -543,7 +546,7 @@ struct LatentParams {
   bf16* attended;          // [max_rows][n_heads][kv_rank]
   bf16* out;               // [max_rows][n_heads][v_dim]
   bf16* cache;             // [capacity][kv_rank + rope_dim]
-  const uint4* w_uk;       // [n_heads] re-tiled [kv_rank / 16][nope_dim / 32][2][32]: the transposed rows of kv_b that make keys
+  const uint4* w_uk;       // [n_heads] re-tiled [kv_rank / 16][ceil(nope_dim / 32)][2][32]: the transposed rows of kv_b that make keys
   const uint4* w_uv;       // [n_heads] re-tiled [v_dim / 16][kv_rank / 32][2][32]
   const bf16* kv_norm;     // [kv_rank]
   const float* inv_freq;   // [rope_dim / 2]
@@ -555,6 +558,6 @@ struct LatentParams {
   float scale;
   float rope_factor;       // of cos and sin
   float norm_eps;
-  int pad;
+  int first_row;
 };
 static_assert(sizeof(LatentParams) == 152, "twin in Rust");

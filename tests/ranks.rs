@@ -264,7 +264,7 @@ fn ranks_read_their_parts() {
     for rank in 0..2 {
         let ranks = Ranks { rank, count: 2 };
         let plan = volley::model::plan::target(&config, Pass::Verify { width: 1 }, ranks, &[]).unwrap();
-        let layout = Layout::of(&[&plan], config.vocab, Vec::new());
+        let layout = Layout::of(&[&plan], config.vocab, Vec::new()).unwrap();
         layout.place(&gpu, &kernels, &Source::Checkpoint(&weights), None, ranks, &mut |_, _| {}).unwrap();
     }
     let read: usize = checkpoint.reads().iter().map(|call| call.bytes).sum();
