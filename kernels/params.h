@@ -427,7 +427,7 @@ static_assert(sizeof(CommRanks) == 104, "twin in Rust");
 // all_reduce_*: x += bf16(sum of all ranks' partials, in order of ranks, + bias), and what the next norm needs of it.
 struct AllReduceParams {
   CommRanks comm;
-  const bf16* partial;        // [rows][dim] of this rank; all_reduce_local: [comm.ranks][rows][dim]
+  const bf16* partial;        // [rows][dim] of this rank; all_reduce_local, all_reduce_timed: [comm.ranks][rows][dim]
   float* x;                   // [rows][dim] residual stream
   const bf16* bias;           // [dim] or null
   bf16* tap;                  // [rows][tap_stride] or null: x, rounded
@@ -438,7 +438,7 @@ struct AllReduceParams {
   int rows;
   int dim;                    // multiple of 16, at least 16 columns a block (all_reduce_two_shot: a block and rank)
   int tap_stride;
-  int pad;
+  int wait_ns;                // all_reduce_timed: how long the sum is on its way
 };
 static_assert(sizeof(AllReduceParams) == 184, "twin in Rust");
 // exchange: words[i] becomes the maximum or the sum over all ranks' words[i].

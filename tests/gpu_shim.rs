@@ -14,12 +14,12 @@ use volley::cmd::{check, doctor};
 use volley::cpu::Reference;
 use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling, Sequence, MAX_DRAFTS};
 use volley::gpu::device::Gpu;
-use volley::gpu::machine::{Machine, Options};
+use volley::gpu::machine::{Machine, Options, Slice};
 use volley::gpu::shim::Shim;
-use volley::gpu::weights::Source;
+use volley::gpu::weights::{Layout, Source};
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
-use volley::model::plan::{Owner, Pass, Step};
+use volley::model::plan::{self, Owner, Pass, Ranks, Step};
 use volley::model::weights::{claim, Table, Weights};
 
 /// Built once per test run.
@@ -186,6 +186,43 @@ fn models_with_experts() {
         println!("{name}: {}", check::steps(&mut m, &mut reference(name), &ids).unwrap_or_else(|e| panic!("{name}: {e:#}")));
         near_the_reference(name, &mut m);
         rows_do_not_depend_on_width_or_chunk(name, &mut m);
+    }
+}
+
+/// One rank of a model, alone: it has that rank's share of the weights and computes with it, whether a sum over ranks costs nothing or time.
+#[test]
+fn a_slice_computes_alone() {
+    let name = "kimi_k25_int4";
+    let (config, weights) = model(name);
+    let tokens: Vec<u32> = prompt(20).into_iter().map(|id| id % config.vocab as u32).collect();
+    let run = |source: Source, comm_us| {
+        let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+        let options = Options { context: 200, drafter: None, ngram: false, require_graphs: true, fail_capture: |_| false };
+        let slice = Slice { ranks: Ranks { rank: 1, count: 2 }, comm_us };
+        let mut m = Machine::slice(gpu, slice, config.clone(), source, options, &mut |_, _| {}).unwrap();
+        let took = m.time_verify(4, 100, 3).unwrap();
+        assert!(took.iter().all(|ms| *ms >= comm_us.unwrap_or(0.0) * 2e-3 * config.n_layers as f64), "{name}: {took:?}");
+        (logits(&mut m, &tokens, 1024, &[]), m.timings.weight_bytes)
+    };
+    let [(at_once, bytes), (added, _)] = [None, Some(30.0)].map(|comm_us| run(Source::Checkpoint(&weights), comm_us));
+    // A sum on its way is rounded to bf16.
+    let spread = at_once.iter().fold(0f32, |m, x| m.max(x.abs()));
+    let worst = at_once.iter().zip(&added).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
+    assert!(at_once.len() == config.vocab / 2 && worst > 0.0 && worst < 0.05 * spread, "{name}: off by {worst}, logits up to {spread}");
+    assert_eq!(run(Source::Random(0), None).1, bytes);
+    let whole = machine(name).timings.weight_bytes;
+    assert!(bytes < whole && 2 * bytes > whole, "{name}: {bytes} of {whole} bytes");
+}
+
+/// Bytes of one rank of eight in GPU memory, of models that only such machines hold: experts, and two per cent for all else.
+#[test]
+fn shares_of_large_models() {
+    for (name, experts_gb) in [("kimi-k2.5", 71.34), ("deepseek-v3", 84.86), ("qwen3-30b-a3b", 7.25)] {
+        let config = Config::open(&Path::new("tests/shapes").join(name)).unwrap();
+        let plan = plan::target(&config, Pass::Verify { width: 1 }, Ranks { rank: 0, count: 8 }, &[]).unwrap();
+        let gb = Layout::of(&[&plan], config.vocab, Vec::new()).unwrap().bytes() as f64 / 1e9;
+        println!("{name}: {gb:.2} GB");
+        assert!(gb > experts_gb && gb < experts_gb + 8.0, "{name}: {gb} GB");
     }
 }
 

@@ -24,6 +24,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Every kernel, resolved at start.
 pub struct Kernels {
     embed: Kernel,
+    all_reduce_timed: Kernel,
     /// Of a stream, and of bf16 features.
     pub norm_rows: [Kernel; 2],
     /// From a stream, from bf16 features, and from these into a stream.
@@ -188,6 +189,7 @@ impl Kernels {
         };
         Ok(Kernels {
             embed: k("embed")?,
+            all_reduce_timed: k("all_reduce_timed")?,
             norm_rows: [k("norm_rows")?, k("norm_rows_bf16")?],
             norm_step: [k("norm_step")?, k("norm_step_bf16")?, k("norm_step_bf16_stream")?],
             linear: vec![
@@ -601,6 +603,8 @@ pub struct Launcher<'a> {
     pub norms: &'a Norms,
     /// To the other ranks, if there are any.
     pub link: Option<&'a Link>,
+    /// Of a rank measured alone: how long a sum over ranks is on its way.
+    pub comm_us: f64,
     /// The launch before was a collective whose successor must not start early.
     pub full_edge: Cell<bool>,
     /// KV chunks that the pass covers: its positions are below the end of the last.
@@ -773,7 +777,7 @@ impl Launcher<'_> {
     }
 
     fn all_reduce(&self, step: usize, partial: BufferId, x: BufferId, dim: usize, bias: Option<WeightId>, tap: Option<Tap>) -> Result<()> {
-        let (plan, arena, link) = (self.plan, self.arena, self.link()?);
+        let (plan, arena) = (self.plan, self.arena);
         let rows = self.rows_of(x);
         let (next_norm, normed, squares) = self.prepared(step, x);
         let mut sum = AllReduce {
@@ -792,6 +796,25 @@ impl Launcher<'_> {
             sum.tap = arena.buffer(plan, tap.out) + 2 * tap.column as u64;
             sum.tap_stride = plan.buffer(tap.out).dim;
         }
+        let Some(link) = self.link else {
+            let params = AllReduceParams {
+                comm: CommRanks { ranks: 1, ..CommRanks::zeroed() },
+                partial: sum.partial,
+                x: sum.x,
+                bias: sum.bias,
+                tap: sum.tap,
+                next_norm,
+                normed,
+                squares,
+                n_rows: sum.n_rows,
+                rows: rows as i32,
+                dim: dim as i32,
+                tap_stride: sum.tap_stride as i32,
+                wait_ns: (1e3 * self.comm_us) as i32,
+            };
+            let blocks = (rows * dim / 8).div_ceil(256).min(self.gpu.info().n_sms);
+            return self.launch(&self.kernels.all_reduce_timed, (blocks, 1, 1), 256, 0, &params);
+        };
         // In errors it is the layer whose sum is waited for.
         link.all_reduce_norm(&plan.steps[step - 1].name(), &sum)?;
         self.full_edge.set(link.shared);

@@ -52,6 +52,14 @@ pub struct Options {
     pub fail_capture: fn(Pass) -> bool,
 }
 
+/// One rank of several, measured by itself on one GPU: it loads that rank's share and computes with it, and its sums lack the others' shares.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Slice {
+    pub ranks: Ranks,
+    /// Microseconds that a sum over ranks is on its way; None: there is nothing to wait for, and no step for it.
+    pub comm_us: Option<f64>,
+}
+
 pub struct Machine {
     // Graphs go before the memory that their kernels point at.
     graphs: BTreeMap<(Pass, usize, Choice), Option<Graph>>,
@@ -66,6 +74,7 @@ pub struct Machine {
     row_counts: Pinned<i32>,
     ranks: Ranks,
     link: Option<Link>,
+    slice: Option<Slice>,
     gpu: Gpu,
     /// Context buckets in KV chunks, ascending; the last covers the capacity.
     buckets: Vec<usize>,
@@ -101,6 +110,21 @@ impl Machine {
         Machine::of_rank(gpu, None, config, source, options, progress)
     }
 
+    /// One rank alone, for measurements.
+    pub fn slice(
+        gpu: Gpu,
+        slice: Slice,
+        config: Config,
+        source: Source,
+        options: Options,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Machine> {
+        let (require_graphs, fail_capture) = (options.require_graphs, options.fail_capture);
+        let mut machine = Machine::build(gpu, &mut None, Some(slice), config, source, options, progress)?;
+        machine.capture(require_graphs, fail_capture).context("capture")?;
+        Ok(machine)
+    }
+
     /// One of several ranks: as many threads build theirs at the same time.
     pub fn of_rank(
         gpu: Gpu,
@@ -114,7 +138,7 @@ impl Machine {
         let fail = |link: &Option<Link>, e: &anyhow::Error| link.iter().for_each(|link| link.fail(&format!("{e:#}")));
         let require_graphs = options.require_graphs;
         let fail_capture = options.fail_capture;
-        let mut machine = Machine::build(gpu, &mut link, config, source, options, progress).inspect_err(|e| fail(&link, e))?;
+        let mut machine = Machine::build(gpu, &mut link, None, config, source, options, progress).inspect_err(|e| fail(&link, e))?;
         machine.capture(require_graphs, fail_capture).inspect_err(|e| fail(&machine.link, e)).context("capture")?;
         Ok(machine)
     }
@@ -123,18 +147,25 @@ impl Machine {
     fn build(
         gpu: Gpu,
         link: &mut Option<Link>,
+        slice: Option<Slice>,
         config: Config,
         source: Source,
         mut options: Options,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Machine> {
-        let ranks = link.as_ref().map_or(Ranks::ONE, |link| Ranks { rank: link.rank, count: link.ranks() });
+        let of_link = |link: &Link| Ranks { rank: link.rank, count: link.ranks() };
+        let ranks = slice.map(|slice| slice.ranks).or(link.as_ref().map(of_link)).unwrap_or(Ranks::ONE);
         let drafter = options.drafter.take();
         let taps = drafter.as_ref().map_or(&[][..], |d| &d.shape.taps);
         let passes = WIDTHS.map(|width| Pass::Verify { width }).into_iter().chain(PREFILL_ROWS.map(|rows| Pass::Prefill { rows }));
         let mut plans = BTreeMap::new();
         for pass in passes {
-            plans.insert(pass, plan::target(&config, pass, ranks, taps)?);
+            let plan = plan::target(&config, pass, ranks, taps)?;
+            let plan = match slice {
+                Some(slice) => plan.alone(slice.comm_us.is_some()),
+                None => plan,
+            };
+            plans.insert(pass, plan);
         }
         if let Some(d) = &drafter {
             let prefill = PREFILL_ROWS.map(|rows| Pass::DraftPrefill { rows });
@@ -298,14 +329,15 @@ impl Machine {
             counters: Counters::default(),
             timings,
             link: link.take(),
+            slice,
         })
     }
 
     /// The kinds of choice that verify passes have graphs for.
     fn choices(&self) -> &'static [Choice] {
-        match self.ranks.count {
-            1 => &[Choice::Greedy, Choice::Sampled],
-            _ => &[Choice::Greedy, Choice::Sampled, Choice::Filtered],
+        match self.link {
+            None => &[Choice::Greedy, Choice::Sampled],
+            Some(_) => &[Choice::Greedy, Choice::Sampled, Choice::Filtered],
         }
     }
 
@@ -380,6 +412,7 @@ impl Machine {
             plan,
             norms,
             link: self.link.as_ref(),
+            comm_us: self.slice.and_then(|slice| slice.comm_us).unwrap_or(0.0),
             full_edge: Cell::new(false),
             chunks,
             choice,

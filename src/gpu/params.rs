@@ -99,7 +99,7 @@ params! {
     }
     AllReduceParams: 184 {
         comm: CommRanks, partial: u64, x: u64, bias: u64, tap: u64, next_norm: u64, normed: u64, squares: u64, n_rows: u64, rows: i32,
-        dim: i32, tap_stride: i32, pad: i32,
+        dim: i32, tap_stride: i32, wait_ns: i32,
     }
     ExchangeParams: 136 { comm: CommRanks, words: u64, wanted: u64, n: i32, op: i32, n_wanted: i32, pad: i32 }
     PeerParams: 136 { comm: CommRanks, at: u64, n: u64, result: u64, seed: u32, rounds: i32 }

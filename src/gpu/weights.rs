@@ -210,16 +210,23 @@ impl Layout {
             }
             Source::Random(seed) => {
                 let fill = Fill { gpu, kernels };
+                let n_sums = 2 * owned.iter().filter(|id| id.role == Role::O).count().max(1);
                 for (i, id) in owned.iter().enumerate() {
                     // Every rank has the same embedding, latents, router and drafter, and other parts of the rest.
                     let shared = matches!(id.role, Role::Embed | Role::QkvA | Role::Router) || id.role >= Role::DraftEmbed;
                     let rank = if shared { 0 } else { ranks.rank as u64 };
-                    fill.matrix(&matrices[id], seed.wrapping_add(i as u64 | rank << 20) << 40)?;
+                    // Embeddings of variance 1, and as much from all layers together: rows stay different from each other, and so do their experts.
+                    let gain = match id.role {
+                        Role::Embed => (matrices[id].parts[0].k as f32).sqrt(),
+                        Role::O | Role::Down | Role::ExpertDown | Role::SharedDown => 1.0 / (n_sums as f32).sqrt(),
+                        _ => 1.0,
+                    };
+                    fill.matrix(&matrices[id], seed.wrapping_add(i as u64 | rank << 20) << 40, gain)?;
                 }
                 for (i, pair) in absorbed.values().enumerate() {
                     let seed = seed.wrapping_add((owned.len() + 2 * i) as u64 | (ranks.rank as u64) << 20);
-                    fill.matrix(&pair.keys, seed << 40)?;
-                    fill.matrix(&pair.values, (seed + 1) << 40)?;
+                    fill.matrix(&pair.keys, seed << 40, 1.0)?;
+                    fill.matrix(&pair.values, (seed + 1) << 40, 1.0)?;
                 }
                 for (id, vector) in &self.vectors {
                     let bias = matches!(id.role, Role::QkvBias | Role::OBias | Role::GateUpBias | Role::DownBias | Role::RouterBias);
@@ -241,11 +248,11 @@ struct Fill<'a> {
 }
 
 impl Fill<'_> {
-    /// A sum of k products with unit inputs keeps variance 1: numbers uniform in [-s, s] have variance s^2 / 3, random codes of e4m3 up to 1.875 have 0.35,
-    /// and -8 to 7 have 21.5.
-    fn matrix(&self, matrix: &Matrix, seed: u64) -> Result<()> {
+    /// A sum of k products with unit inputs has variance `gain`^2: numbers uniform in [-s, s] have variance s^2 / 3, random codes of e4m3 up to 1.875 have
+    /// 0.35, and -8 to 7 have 21.5.
+    fn matrix(&self, matrix: &Matrix, seed: u64, gain: f32) -> Result<()> {
         let k: usize = matrix.parts.iter().map(|p| p.k).sum();
-        let scale = |variance: f32| (1.0 / (k as f32 * variance)).sqrt();
+        let scale = |variance: f32| gain / (k as f32 * variance).sqrt();
         for part in &matrix.parts {
             let rows = matrix.n_experts * matrix.n_tiles * 16;
             if matrix.tiles == Tiles::Bf16 {
@@ -360,8 +367,8 @@ impl Read<'_> {
         if self.stride == self.row_bytes {
             self.tensor.read_at(self.from, out)?;
         } else {
-            let rows = out.chunks_exact_mut(self.row_bytes).enumerate();
-            rows.map(|(i, row)| self.tensor.read_at(self.from + i * self.stride, row)).collect::<Result<()>>()?;
+            let mut rows = out.chunks_exact_mut(self.row_bytes).enumerate();
+            rows.try_for_each(|(i, row)| self.tensor.read_at(self.from + i * self.stride, row))?;
         }
         if self.scales == Scales::No {
             return Ok(());
