@@ -4,7 +4,7 @@
 mod drafter;
 mod support;
 
-use drafter::tiny_llama_drafter;
+use drafter::{latent_draft_model, tiny_llama_drafter};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::rc::Rc;
@@ -19,6 +19,7 @@ use volley::gpu::shim::Shim;
 use volley::gpu::weights::{Layout, Source};
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
+use volley::model::draft::DraftModel;
 use volley::model::plan::{self, Owner, Pass, Ranks, Step};
 use volley::model::weights::{claim, Table, Weights};
 
@@ -295,15 +296,15 @@ fn cycles(m: &mut Machine, sampling: &Sampling, drafts: usize, ngram: bool, n: u
 /// a prompt of the same text leaves.
 #[test]
 fn drafters_compute_what_the_reference_computes() {
-    for norms in [false, true] {
-        let (config, weights) = model("llama");
-        let drafter = || Some(tiny_llama_drafter(&config, &weights, norms));
+    for (case, name) in ["llama", "llama", "dsv3_mtp", "kimi_k25_int4"].into_iter().enumerate() {
+        let (config, weights) = model(name);
+        let drafter = || Some(draft_model(case, name, &config, &weights));
         let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
         let options = Options { context: 200, drafter: drafter(), ngram: true, require_graphs: false, fail_capture: |_| false };
         let mut m = Machine::new(gpu, config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
-        let (drafter, again) = (drafter(), model("llama"));
+        let (drafter, again) = (drafter(), model(name));
         let mut r = Reference::new(again.0, again.1, 200, drafter, false).unwrap();
-        let tokens = prompt(20);
+        let tokens: Vec<u32> = prompt(20).into_iter().map(|id| id % config.vocab as u32).collect();
         for backend in [&mut m as &mut dyn Backend, &mut r] {
             backend.begin(&tokens, 0, &Sampling::default(), &unlimited()).unwrap();
             backend.prefill(&tokens[..19]).unwrap();
@@ -325,12 +326,34 @@ fn drafters_compute_what_the_reference_computes() {
             let expected = &expected[draft - 1];
             let spread = expected.iter().fold(0f32, |m, x| m.max(x.abs()));
             let worst = logits.iter().zip(expected).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
-            assert!(spread > 0.5 && worst < 0.02 * spread, "norms {norms}, draft {draft}: off by {worst}, logits up to {spread}");
+            assert!(spread > 0.5 && worst < 0.02 * spread, "{name}, drafter {case}, draft {draft}: off by {worst}, logits up to {spread}");
             drafts[draft - 1]
         })
         .unwrap();
         assert_eq!(n, 3);
-        println!("{}", check::extends(&mut m, &token_ids(20, 512), 8).unwrap_or_else(|e| panic!("norms {norms}: {e:#}")));
+        println!("{}", check::extends(&mut m, &token_ids(20, config.vocab), 8).unwrap_or_else(|e| panic!("{name}, drafter {case}: {e:#}")));
+    }
+}
+
+/// Without norms that flags add, and with them; the model's own layer; latent attention.
+fn draft_model(case: usize, name: &str, config: &Config, weights: &Weights) -> DraftModel {
+    match case {
+        0 | 1 => tiny_llama_drafter(config, weights, case == 1),
+        _ => latent_draft_model(&Path::new("tests/data/tiny").join(name), config, weights, case == 2),
+    }
+}
+
+/// Targets with experts and latent attention, plain and quantised, with both kinds of drafters for them.
+#[test]
+fn drafts_of_models_with_experts_do_not_change_the_text() {
+    for (name, mtp) in [("dsv3_mtp", true), ("dsv3_fp8", false)] {
+        let (config, weights) = model(name);
+        let drafter = Some(latent_draft_model(&Path::new("tests/data/tiny").join(name), &config, &weights, mtp));
+        let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+        let ids = token_ids(40, config.vocab);
+        let options = Options { context: 200, drafter, ngram: true, require_graphs: true, fail_capture: |_| false };
+        let mut m = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
+        println!("{name}: {}", check::speculation(&mut m, &ids, 8, true).unwrap_or_else(|e| panic!("{name}: {e:#}")));
     }
 }
 

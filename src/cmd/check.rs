@@ -299,8 +299,10 @@ pub fn extends(machine: &mut Machine, ids: &[u32], n: usize) -> Result<String> {
     // The row of the last token but one is the last that has its next token.
     let rows = all.len() - 1;
     let extended = machine.kv_rows(Owner::Drafter, rows)?;
-    let dim = machine.plan(Pass::Draft { width: MAX_DRAFTS + 1, drafts: 1 }).kv.head_dim;
-    let keys: Vec<f32> = extended[..extended.len() / 2].iter().map(|&bits| half::bf16::from_bits(bits).to_f32()).collect();
+    let kv = machine.plan(Pass::Draft { width: MAX_DRAFTS + 1, drafts: 1 }).kv;
+    let dim = kv.head_dim;
+    let keys: Vec<f32> =
+        extended[..kv.n_layers * kv.n_kv_heads * dim * rows].iter().map(|&bits| half::bf16::from_bits(bits).to_f32()).collect();
     sane(&keys, dim).context("keys of the drafter")?;
     machine.poison()?;
     machine.begin(&all, 0, &sampling, &unlimited())?;

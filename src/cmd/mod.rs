@@ -196,7 +196,7 @@ impl Model {
         let drafter = match (&draft.dir, &weights) {
             (None, _) if draft.mtp => match (&weights, &checkpoint) {
                 (Some(weights), Some(checkpoint)) => Some(DraftModel::mtp(&table, &config, weights, checkpoint)?),
-                _ => bail!("--draft mtp: random weights have no drafter; use --draft none"),
+                _ => Some(DraftModel::random_mtp(&config)?),
             },
             (Some(dir), Some(weights)) => Some(DraftModel::open(dir, &config, weights, tokens, read)?),
             (Some(dir), None) => Some(DraftModel::random(dir, &config)?),
