@@ -234,6 +234,7 @@ __device__ __forceinline__ void experts_up(const ExpertParams& p) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   char* ring = rings[warp];
   pdl_wait();
+  if (p.work->n_items == 0) return;   // rows behind those in use
   for (int row = warp; row < p.rows; row += kExpertWarps) {   // 1/rms of each row
     const float* squares = p.squares + (size_t)row * (p.k / 16);
     float sum = 0;
@@ -293,8 +294,8 @@ __device__ __forceinline__ void experts_down(const ExpertParams& p) {
   pdl_launch_dependents();
   const int warp = threadIdx.x >> 5;
   pdl_wait();
-  const int n_items = p.work->n_items, n_routed = p.work->n_routed;
-  const int rows = n_items == 0 ? 0 : p.rows;
+  const int n_items = p.work->n_items, n_routed = p.work->n_routed, rows = p.rows;
+  if (n_items == 0) return;   // rows behind those in use
   for (int tile = blockIdx.x; tile < p.n / 16; tile += gridDim.x) {
     for (int i = warp; i < n_items; i += kExpertWarps) {
       const ExpertItem& item = p.work->item[i];
