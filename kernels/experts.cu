@@ -42,6 +42,7 @@ template <int kColumns> __device__ __forceinline__ void router(const RouterParam
 #pragma unroll
   for (int u = 0; u < kAhead; u++) if (u < n) Bf16::load(held[u], weights + u * Bf16::kUnitBytes, nullptr, lane);
   pdl_wait();
+  if (rows_in_use(p.n_rows, p.first_row, p.rows) == 0) return;
   float acc[kColumns][4] = {};
   for (int b = 0; b < n; b += kAhead) {
 #pragma unroll

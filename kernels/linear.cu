@@ -119,6 +119,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   have_now(slot_offset);
   have_now(residual_at);
   pdl_wait();
+  const int end_group = kParts == 1 && p.first_row && *p.n_rows <= p.first_row ? 0 : n_groups;
 
   int row_shift = 0;
   if (p.last_row) {
@@ -127,7 +128,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   }
   int buffer_offset = 0;
 
-  for (int group = blockIdx.x; group < n_groups; group += gridDim.x) {
+  for (int group = blockIdx.x; group < end_group; group += gridDim.x) {
     const bool first_group = group == (int)blockIdx.x;
     float y = 0;
     float residual = 0;
@@ -152,7 +153,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
         for (int j = 0; j < kRowsAWarp; j++) {
           const int m = warp + j * kWarps;
           if (m >= p.rows) continue;
-          const float* squares = part.squares + (size_t)(row_shift + m) * tiles + lane;
+          const float* squares = part.squares + (size_t)(row_shift + m) * ((part.x_stride + 15) / 16) + lane;
 #pragma unroll 1
           for (int tile = 0; tile < tiles; tile += 256) {   // 8 loads at once: they come from L2
             float v[8];
@@ -263,7 +264,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
               v = square(v);
 #pragma unroll
               for (int bit = 2; bit <= 16; bit *= 2) v = __fadd_rn(v, __shfl_xor_sync(0xffffffffu, v, bit));
-              if (stores && (thread & 31) < 2) p.squares[(size_t)o.row * (p.n / 16) + o.n / 16] = v;
+              if (stores && (thread & 31) < 2) p.squares[(size_t)o.row * ((p.n + 15) / 16) + o.n / 16] = v;
             }
           }
         }

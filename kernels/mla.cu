@@ -32,17 +32,20 @@ __device__ __forceinline__ void rotate(const bf16* from, bf16* to, int n, const 
   }
 }
 
+__device__ __forceinline__ int rows_of(const LatentParams& p) { return min(*p.rows - p.first_row, p.max_rows); }
+
 // ---- latent_query ----
 // Tasks of one warp, blockIdx.x * 8 + warp, + 8 gridDim.x: 16 dims of a head's absorbed query in all rows; the rotated part of a (row, head); the cache row of a row.
 __device__ __forceinline__ void latent_query_body(const LatentParams& p) {
   pdl_launch_dependents();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int n_tiles = p.kv_rank / 16, k_blocks = p.nope_dim / 32, q_dim = p.nope_dim + p.rope_dim, row_dim = p.kv_rank + p.rope_dim;
+  const int n_tiles = p.kv_rank / 16, k_blocks = k_blocks_of(p.nope_dim), q_dim = p.nope_dim + p.rope_dim, row_dim = p.kv_rank + p.rope_dim;
   const int n_absorb = p.n_heads * n_tiles;
   for (int task = blockIdx.x * kWarps + warp; task < n_absorb; task += gridDim.x * kWarps)
     if (lane == 0) prefetch_l2(p.w_uk + (size_t)task * k_blocks * 64, k_blocks * 1024);
   pdl_wait();
-  const int rows = min(*p.rows, p.max_rows), length = *p.length;
+  const int rows = rows_of(p), length = *p.length + p.first_row;
+  if (rows <= 0) return;
   const int n_tasks = n_absorb + rows * p.n_heads + rows;
   for (int task = blockIdx.x * kWarps + warp; task < n_tasks; task += gridDim.x * kWarps) {
     if (task < n_absorb) {
@@ -50,13 +53,14 @@ __device__ __forceinline__ void latent_query_body(const LatentParams& p) {
       const uint4* weights = p.w_uk + (size_t)task * k_blocks * 64 + lane;
       for (int m0 = 0; m0 < rows; m0 += 8) {
         const bf16* x = p.q + ((size_t)min(m0 + g, rows - 1) * p.n_heads + head) * q_dim + 8 * t;
+        const int last = p.nope_dim - 8 - 8 * t;
         float acc[4] = {0, 0, 0, 0};
         for (int b0 = 0; b0 < k_blocks; b0 += kBatch) {   // all loads of a batch before its first use
           uint4 in[kBatch], w[kBatch][2];
 #pragma unroll
           for (int b = 0; b < kBatch; b++) {
             if (b0 + b >= k_blocks) continue;
-            in[b] = load_activations(reinterpret_cast<const uint4*>(x + (b0 + b) * 32));
+            in[b] = load_activations(reinterpret_cast<const uint4*>(x + min((b0 + b) * 32, last)));   // what has no column of its own meets zeros
             w[b][0] = load_constants(weights + (b0 + b) * 64);
             w[b][1] = load_constants(weights + (b0 + b) * 64 + 32);
           }
@@ -132,7 +136,7 @@ __device__ __forceinline__ float fold(float old, float addition, const Factors& 
 // Scores: warp w does positions 8 (w % 4) .. and half w / 4 of the pieces. Softmax: warp w has columns 2w and 2w + 1, a lane a position. o: warp w has KV / 8 dims.
 // Shared memory: rows of the cache, 16 bytes apart from a multiple of 128 (ldmatrix without bank conflicts), scores, p, factors: 43 KB at most.
 template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const LatentParams& p) {
-  constexpr int D = KV + ROPE, kPieces = D / 32, kFirstHalf = (kPieces + 1) / 2, NT = KV / 64, kRowWords = D / 8 + 1;
+  constexpr int D = KV + ROPE, kPieces = (D + 31) / 32, kFirstHalf = (kPieces + 1) / 2, NT = KV < 64 ? 1 : KV / 64, kRowWords = kPieces * 4 + 1;
   SHARED(uint4, stage, [kStep][kRowWords]);
   SHARED(float, score, [2][kColumns][kStep + 1]);
   SHARED(uint32_t, probability, [kColumns][kStep / 2 + 4]);
@@ -142,7 +146,7 @@ template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const 
   pdl_launch_dependents();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   pdl_wait();
-  const int rows = min(*p.rows, p.max_rows), length = *p.length, end = length + rows;
+  const int rows = rows_of(p), length = *p.length + p.first_row, end = length + rows;
   const int begin = latent_chunk_begin(blockIdx.x), stop = min(latent_chunk_begin(blockIdx.x + 1), end), first_column = blockIdx.y * kColumns, n_columns = rows * p.n_heads;
   if (begin >= end || first_column >= n_columns) return;
   const float scale_log2 = __fmul_rn(p.scale, 1.44269504f);
@@ -155,6 +159,7 @@ template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const 
       if (word * 8 + ((int)threadIdx.x & 7) < D / 8) copy_async(&stage[r][word * 8 + (threadIdx.x & 7)], from + word * 8, position + r < end);
     copy_async_commit();
   };
+  if (D % 32 && threadIdx.x < kStep * (kPieces * 4 - D / 8)) stage[threadIdx.x % kStep][D / 8 + threadIdx.x / kStep] = make_uint4(0, 0, 0, 0);   // the rest of the last piece
   copy_step(begin);
   for (int i = threadIdx.x; i < kColumns * (D / 64); i += kThreads)   // the queries, into L1
     touch(p.absorbed + (size_t)min(first_column + i / (D / 64), n_columns - 1) * D + i % (D / 64) * 64);
@@ -175,9 +180,10 @@ template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const 
           uint4 low[kAtOnce], high[kAtOnce];
 #pragma unroll
           for (int u = 0; u < kAtOnce; u++) {
-            if (i0 + u >= piece_end) continue;
+            low[u] = high[u] = make_uint4(0, 0, 0, 0);
+            if (i0 + u >= piece_end || (D % 32 && (i0 + u) * 32 + 8 * t >= D)) continue;
             low[u] = load_activations(reinterpret_cast<const uint4*>(p.absorbed + q_low + (i0 + u) * 32));
-            high[u] = decltype(upper)::value ? load_activations(reinterpret_cast<const uint4*>(p.absorbed + q_high + (i0 + u) * 32)) : make_uint4(0, 0, 0, 0);
+            if (decltype(upper)::value) high[u] = load_activations(reinterpret_cast<const uint4*>(p.absorbed + q_high + (i0 + u) * 32));
           }
           if (!here) {
             copy_async_wait<0>();
@@ -226,6 +232,7 @@ template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const 
     const Factors low{factors[g].x, factors[g].y}, high{factors[g + 8].x, factors[g + 8].y};
 #pragma unroll
     for (int n = 0; n < NT; n++) {
+      if (KV < 64 && warp * 8 >= KV) break;
       uint32_t v[4];
       load_matrices<true>(v, &stage[lane][warp * NT + n]);   // lane l: row l % 8 of positions 8 (l / 8) ..
       float sum[4] = {0, 0, 0, 0};
@@ -247,7 +254,8 @@ template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const 
     if (column >= n_columns) continue;
     float* to = p.partials + (chunk * columns + column) * (KV + 2);
 #pragma unroll
-    for (int n = 0; n < NT; n++) *reinterpret_cast<float2*>(to + (warp * NT + n) * 8 + 2 * t) = make_float2(o[n][2 * half], o[n][2 * half + 1]);
+    for (int n = 0; n < NT; n++)
+      if (KV >= 64 || warp * 8 < KV) *reinterpret_cast<float2*>(to + (warp * NT + n) * 8 + 2 * t) = make_float2(o[n][2 * half], o[n][2 * half + 1]);
     if (warp == half && t == 0) *reinterpret_cast<float2*>(to + KV) = make_float2(column_m[g + 8 * half], column_l[g + 8 * half]);
   }
 }
@@ -273,7 +281,7 @@ template <int KV> __device__ __forceinline__ void latent_value(const LatentParam
   if (lane == 0)
     for (int tile = warp; tile < n_tiles; tile += kWarps) prefetch_l2(p.w_uv + ((size_t)head * n_tiles + tile) * kBlocks * 64, kBlocks * 1024);
   pdl_wait();
-  const int rows = min(*p.rows, p.max_rows), length = *p.length, n_chunks = latent_chunk_of(length + rows - 1) + 1;
+  const int rows = rows_of(p), length = *p.length + p.first_row, n_chunks = latent_chunk_of(length + rows - 1) + 1;
   if (first >= rows) return;
   const size_t columns = (size_t)p.max_rows * p.n_heads;
   const auto partial = [&](int chunk, int m) { return p.partials + (chunk * columns + (size_t)(first + m) * p.n_heads + head) * (KV + 2); };
@@ -355,6 +363,10 @@ template <int KV> __device__ __forceinline__ void latent_value(const LatentParam
 // latent_<kernel>_<numbers of a latent>_<of a rotated key>
 KERNEL(latent_query, LatentParams, kThreads) { latent_query_body(p); }
 KERNEL(latent_attend_512_64, LatentParams, kThreads, 2) { latent_attend<512, 64>(p); }
+KERNEL(latent_attend_128_16, LatentParams, kThreads, 2) { latent_attend<128, 16>(p); }
 KERNEL(latent_attend_64_32, LatentParams, kThreads, 2) { latent_attend<64, 32>(p); }
+KERNEL(latent_attend_32_8, LatentParams, kThreads, 2) { latent_attend<32, 8>(p); }
 KERNEL(latent_value_512, LatentParams, kThreads, 2) { latent_value<512>(p); }
+KERNEL(latent_value_128, LatentParams, kThreads, 2) { latent_value<128>(p); }
 KERNEL(latent_value_64, LatentParams, kThreads, 2) { latent_value<64>(p); }
+KERNEL(latent_value_32, LatentParams, kThreads, 2) { latent_value<32>(p); }

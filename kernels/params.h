@@ -140,7 +140,7 @@ struct LinearPart {
   const uint4* weights;  // re-tiled (format.cuh)
   const float* scales;   // [n_tiles][k_blocks][2], of block-scaled FP8
   const bf16* x;         // [rows][x_stride]; with a norm: normed
-  const float* squares;  // [rows][k / 16], or null: no norm, inv = 1. Read by linear_m* only
+  const float* squares;  // [rows][ceil(x_stride / 16)], or null: no norm, inv = 1. Read by linear_m* only
   const float* inv;      // [rows] from norm_rows, or null. Read by linear_prefill only
   int k;                 // multiple of 8; weights hold zeros up to k_blocks * 32
   int x_stride;          // multiple of 8
@@ -156,11 +156,11 @@ struct LinearParams {
   bf16* tap;             // [rows][tap_stride] or null: a copy of the stream (Residual only)
   const bf16* next_norm; // [n] RMSNorm weight of the next linear, or null. linear_m* only, Store and Residual
   bf16* normed;          // [rows][out_stride]: bf16(output * next_norm)
-  float* squares;        // [rows][n / 16]
+  float* squares;        // [rows][ceil(n / 16)]
   float* logits;         // [rows][out_stride]
   float* max_value;      // [rows][gridDim.x] or null
   int* max_id;           // [rows][gridDim.x]: lowest n with that value
-  const int* n_rows;     // rows in use, on the device (State.rows), or null: `rows`. linear_m*: read for last_row only
+  const int* n_rows;     // rows in use, on the device (State.rows), or null: `rows`. linear_m*: read for last_row and first_row only
   const float* row_scales; // [n_tiles * 16] in the order of tiles: linear_*_fp8_rows
   int group_tiles;       // linear_*_grouped: tile i reads x from column i / group_tiles * group_stride on
   int group_stride;
@@ -172,15 +172,17 @@ struct LinearParams {
   int out_stride;
   int tap_stride;
   int last_row;          // 1: the only row is the last in use, n_rows - 1 of x; its output is row 0. Not linear_two
+  int first_row;         // linear_m*: row 0 is this row of the pass; a launch behind the rows in use leaves at once. 0: nothing is looked at
+  int pad;
 };
 static_assert(sizeof(LinearPart) == 56, "twin in Rust");
-static_assert(sizeof(LinearParams) == 248, "twin in Rust");
+static_assert(sizeof(LinearParams) == 256, "twin in Rust");
 
 // ---- norm.cu ----
 struct NormParams {
-  const void* x;       // [rows][x_stride] f32 (a residual stream), or bf16 (the kernels named _bf16)
+  const void* x;       // [rows][x_stride] f32 (a residual stream), or bf16 (the kernels named _bf16*)
   const bf16* norm;    // [k] RMSNorm weight
-  void* normed;        // [rows][normed_stride]. norm_rows: bf16(x * norm); norm_step: x * inv * norm in x's type
+  void* normed;        // [rows][normed_stride]. norm_rows: bf16(x * norm); norm_step: x * inv * norm in x's type (norm_step_bf16_stream: f32)
   float* inv;          // [rows]: 1 / sqrt(mean(x^2) + eps); this and squares of norm_rows only
   float* squares;      // [rows][k / 16] or null: for a linear_m* after it (the head on the last row)
   const int* n_rows;   // as in LinearParams
@@ -425,7 +427,7 @@ static_assert(sizeof(CommRanks) == 104, "twin in Rust");
 // all_reduce_*: x += bf16(sum of all ranks' partials, in order of ranks, + bias), and what the next norm needs of it.
 struct AllReduceParams {
   CommRanks comm;
-  const bf16* partial;        // [rows][dim] of this rank; all_reduce_local: [comm.ranks][rows][dim]
+  const bf16* partial;        // [rows][dim] of this rank; all_reduce_local, all_reduce_timed: [comm.ranks][rows][dim]
   float* x;                   // [rows][dim] residual stream
   const bf16* bias;           // [dim] or null
   bf16* tap;                  // [rows][tap_stride] or null: x, rounded
@@ -436,7 +438,7 @@ struct AllReduceParams {
   int rows;
   int dim;                    // multiple of 16, at least 16 columns a block (all_reduce_two_shot: a block and rank)
   int tap_stride;
-  int pad;
+  int wait_ns;                // all_reduce_timed: how long the sum is on its way
 };
 static_assert(sizeof(AllReduceParams) == 184, "twin in Rust");
 // exchange: words[i] becomes the maximum or the sum over all ranks' words[i].
@@ -477,7 +479,7 @@ struct ExpertWork {
   float weight[kExpertRows][kMaxChosen];  // by slot
   ExpertItem item[kExpertRows * kMaxChosen];
 };
-static_assert(sizeof(ExpertItem) == 40, "twin in Rust");
+static_assert(sizeof(ExpertItem) == 40 && sizeof(ExpertWork) == 1040 + 40 * kExpertRows * kMaxChosen, "twins in Rust");
 
 // router: grid (ceil(n_experts / 16), kRouterSplits), 512 threads. Sums of w x of parts of K, which experts_up adds.
 constexpr int kRouterSplits = 4;
@@ -485,9 +487,12 @@ struct RouterParams {
   const uint4* weights;           // re-tiled bf16
   const bf16* x;                  // normed [rows][x_stride]
   float* sums;                    // [kRouterSplits][rows][n_experts]
+  const int* n_rows;              // rows in use, or null: `rows`
   int k, x_stride, n_experts, rows;
+  int first_row;                  // the row of the pass that row 0 of this launch is
+  int pad;
 };
-static_assert(sizeof(RouterParams) == 40, "twin in Rust");
+static_assert(sizeof(RouterParams) == 56, "twin in Rust");
 
 // How experts are chosen: by every block of experts_up for itself; the last one leaves the result in `work`.
 struct RouteParams {
@@ -546,7 +551,8 @@ __host__ __device__ inline int latent_chunk_begin(int chunk) {
 }
 constexpr int kValueRows = 2;        // rows of a block of latent_value
 constexpr int kLatentChunks = 512;   // most that latent_value folds: contexts of up to 376,832
-// All kernels of a layer's latent attention. Row i is at position *length + i, for i < min(*rows, max_rows). Heads are those of this rank.
+// All kernels of a layer's latent attention. Row i is row first_row + i of the pass and at position *length + first_row + i, for i < min(*rows - first_row, max_rows). Heads are
+// those of this rank. kv_rank and v_dim are multiples of 16, the other dims of 8.
 struct LatentParams {
   const bf16* latents;     // [max_rows][latents_stride]: q_rank of queries, then kv_rank and rope_dim of keys and values, raw
   const bf16* q;           // [max_rows][n_heads][nope_dim + rope_dim] raw
@@ -554,7 +560,7 @@ struct LatentParams {
   bf16* attended;          // [max_rows][n_heads][kv_rank]
   bf16* out;               // [max_rows][n_heads][v_dim]
   bf16* cache;             // [capacity][kv_rank + rope_dim]
-  const uint4* w_uk;       // [n_heads] re-tiled [kv_rank / 16][nope_dim / 32][2][32]: the transposed rows of kv_b that make keys
+  const uint4* w_uk;       // [n_heads] re-tiled [kv_rank / 16][ceil(nope_dim / 32)][2][32]: the transposed rows of kv_b that make keys
   const uint4* w_uv;       // [n_heads] re-tiled [v_dim / 16][kv_rank / 32][2][32]
   const bf16* kv_norm;     // [kv_rank]
   const float* inv_freq;   // [rope_dim / 2]
@@ -566,6 +572,6 @@ struct LatentParams {
   float scale;
   float rope_factor;       // of cos and sin
   float norm_eps;
-  int pad;
+  int first_row;
 };
 static_assert(sizeof(LatentParams) == 152, "twin in Rust");

@@ -2,7 +2,7 @@
 //!
 //! argh reads the flags. What it lacks is added here: flags that several commands share (the `command!` macros), and `--name=value`, `-n5`,
 //! `-vv`, a lone `-` (`spread`). A new flag is a field in one of the macros or structs and a line in the conversion below it.
-use crate::cmd::{bench, chat, doctor, run, Algorithm, AnswerOptions, Device, Draft, ModelOptions};
+use crate::cmd::{bench, chat, doctor, run, Algorithm, AnswerOptions, Device, Draft, ModelOptions, Ranks, Slice, COMM_MAX_RANKS};
 use crate::decode::Sampling;
 use crate::decode::MAX_DRAFTS;
 use crate::error;
@@ -42,7 +42,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Result<u8> {
             run::run(&r.model_options(), &r.answer_options()?, &run::Options { prompt, raw: r.raw, json: r.json })
         }
         Some(Command::Bench(b)) => {
-            let model = ModelOptions { random: b.random, ..b.model_options() };
+            let model = ModelOptions { random: b.random, slice: b.slice()?, ..b.model_options() };
             let options = bench::Options {
                 prompts: b.prompt_tokens.0,
                 generate: b.generate,
@@ -164,6 +164,7 @@ macro_rules! command {
                     require_p2p: self.require_p2p,
                     require_graphs: self.require_graphs,
                     random: false,
+                    slice: None,
                     verbose: self.verbose,
                 }
             }
@@ -341,9 +342,39 @@ command! {
         /// random weights: config.json is enough
         #[argh(switch)]
         random: bool,
+        /// measure one rank of a model split over N, alone on one GPU: R/N, such as 0/8; what it adds up lacks the other ranks' shares
+        #[argh(option)]
+        slice: Option<Share>,
+        /// with --slice: each sum over ranks takes so many microseconds (default: it costs nothing)
+        #[argh(option)]
+        comm_us: Option<f64>,
         /// one JSON object a row, with all samples
         #[argh(switch)]
         json: bool,
+    }
+}
+
+impl Bench {
+    fn slice(&self) -> Result<Option<Slice>> {
+        match (&self.slice, self.comm_us) {
+            (None, Some(us)) => bail!("--comm-us {us}: expected --slice as well, whose sums take so long"),
+            (_, Some(us)) if !(0.0..=1e6).contains(&us) => bail!("--comm-us {us}: expected microseconds from 0 to 1000000"),
+            (share, comm_us) => Ok(share.as_ref().map(|share| Slice { ranks: share.0, comm_us })),
+        }
+    }
+}
+
+/// `R/N`: rank R of N.
+struct Share(Ranks);
+
+impl FromStr for Share {
+    type Err = String;
+    fn from_str(word: &str) -> Result<Share, String> {
+        let numbers = word.split_once('/').and_then(|(rank, count)| Some((rank.parse().ok()?, count.parse().ok()?)));
+        match numbers {
+            Some((rank, count)) if rank < count && count <= COMM_MAX_RANKS => Ok(Share(Ranks { rank, count })),
+            _ => Err(format!("expected a rank below a number of ranks up to {COMM_MAX_RANKS}, such as 0/8")),
+        }
     }
 }
 

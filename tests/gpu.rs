@@ -5,12 +5,18 @@
 //! kernels compiled by scripts/shim.sh instead: slow, for tests of these tests (`gpu tiny`).
 #[path = "support/drafter.rs"]
 mod drafter;
+#[path = "support/experts.rs"]
+mod experts;
+#[path = "support/quantised.rs"]
+mod quantised;
 #[path = "support/ranks.rs"]
 mod ranks;
 mod support;
 
 use anyhow::ensure;
-use drafter::tiny_llama_drafter;
+use drafter::{latent_draft_model, tiny_llama_drafter};
+use experts::write_tiny8;
+use quantised::Scheme;
 use ranks::{compute_alike, tiny3, tiny8};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -43,13 +49,17 @@ const BF16_SHARE: f32 = 1.5;
 const MARGIN: f32 = 0.3;
 
 const TINY: [&str; 3] = ["llama", "qwen2", "qwen3"];
+/// Experts with grouped and with latent attention; quantised; with a layer for multi-token prediction.
+const EXPERTS: [&str; 5] = ["qwen3_moe", "deepseek_v3", "dsv3_fp8", "dsv3_mtp", "kimi_k25_int4"];
+/// How `tiny8` of experts is stored.
+const SCHEMES: [Option<Scheme>; 3] = [None, Some(Scheme::Fp8Block(32, 32)), Some(Scheme::Int4(32))];
 
 #[test]
 fn tiny_models_compute_what_the_reference_computes() {
     let Some(gpu) = gpu() else { return };
-    for name in TINY {
+    for name in TINY.into_iter().chain(EXPERTS) {
         let (mut machine, mut reference) = open(&gpu, &tiny(name), 256, all_graphs);
-        let ids = token_ids(256, 512);
+        let ids = token_ids(256, machine.config().vocab);
         hold(name, check::steps(&mut machine, &mut reference, &ids));
         hold(name, check::sampling(&mut machine, &ids));
         hold(name, check::drafts(&mut machine, &ids));
@@ -72,14 +82,19 @@ fn few_launches_of_every_kernel() {
     let (mut machine, mut reference) = open(&gpu, dir.path(), 256, all_graphs);
     let ids = token_ids(check::STEP_ROWS, machine.config().vocab);
     hold("heads of 128", check::steps(&mut machine, &mut reference, &ids));
+    for name in ["qwen3_moe", "dsv3_fp8", "kimi_k25_int4"] {
+        let (mut machine, mut reference) = open(&gpu, &tiny(name), 256, all_graphs);
+        let ids = token_ids(check::STEP_ROWS, machine.config().vocab);
+        hold(name, check::steps(&mut machine, &mut reference, &ids));
+    }
 }
 
 #[test]
 fn tiny_models_give_the_same_bits() {
     let Some(gpu) = gpu() else { return };
-    for name in TINY {
+    for name in TINY.into_iter().chain(EXPERTS) {
         let mut machine = open(&gpu, &tiny(name), 256, all_graphs).0;
-        let ids = token_ids(256, 512);
+        let ids = token_ids(256, machine.config().vocab);
         hold(name, check::widths(&mut machine, &ids));
         hold(name, check::chunks(&mut machine, &ids[..130]));
         hold(name, check::graphs(&mut machine, &ids));
@@ -89,14 +104,17 @@ fn tiny_models_give_the_same_bits() {
 #[test]
 fn tiny_models_are_as_near_to_f32_as_bf16_allows() {
     let Some(gpu) = gpu() else { return };
-    for name in TINY {
+    for name in TINY.into_iter().chain(["qwen3_moe", "deepseek_v3"]) {
         let dir = tiny(name);
         #[derive(serde::Deserialize)]
         struct Golden {
             input_ids: Vec<u32>,
             greedy_ids: Vec<u32>,
             greedy_margin: Vec<f32>,
-            bf16_top5_abs_diff: Vec<Vec<f32>>, // [prompt and greedy tokens but the last][5]
+            bf16_top5_abs_diff: Option<Vec<Vec<f32>>>, // [prompt and greedy tokens but the last][5]
+            // Of all logits of these rows.
+            bf16_mean_abs_diff: f32,
+            bf16_max_abs_diff: f32,
         }
         let golden: Golden = serde_json::from_slice(&std::fs::read(dir.join("golden.json")).unwrap()).unwrap();
         let file = std::fs::read(dir.join("golden.safetensors")).unwrap();
@@ -107,7 +125,11 @@ fn tiny_models_are_as_near_to_f32_as_bf16_allows() {
         // The first greedy row is the last of the prompt.
         let expected = [floats("prompt_logits"), floats("greedy_logits")[512..].to_vec()].concat();
         let ids = [&golden.input_ids[..], &golden.greedy_ids[..golden.greedy_ids.len() - 1]].concat();
-        let theirs = Errors(golden.bf16_top5_abs_diff.concat());
+        let top = golden.bf16_top5_abs_diff.map(|rows| Errors(rows.concat()));
+        let (n, mean, max) = match &top {
+            Some(top) => (5, top.mean(), top.max()),
+            None => (512, golden.bf16_mean_abs_diff, golden.bf16_max_abs_diff),
+        };
         for count in [1, 2, 4] {
             let name = format!("{name} on {count} ranks");
             let found = match count {
@@ -118,14 +140,47 @@ fn tiny_models_are_as_near_to_f32_as_bf16_allows() {
             for (found, expected) in found.chunks_exact(512).zip(expected.chunks_exact(512)) {
                 let mut best: Vec<usize> = (0..512).collect();
                 best.sort_by(|&a, &b| expected[b].total_cmp(&expected[a]));
-                ours.0.extend(best[..5].iter().map(|&id| (found[id] - expected[id]).abs()));
+                ours.0.extend(best[..n].iter().map(|&id| (found[id] - expected[id]).abs()));
             }
-            assert_eq!(ours.0.len(), theirs.0.len(), "{name}");
-            within(&name, &ours, theirs.mean(), theirs.max());
+            assert_eq!(ours.0.len(), n * ids.len(), "{name}");
+            within(&name, &ours, mean, max);
             let greedy = &found[(golden.input_ids.len() - 1) * 512..];
             agree(&name, greedy, 512, &golden.greedy_ids, &golden.greedy_margin);
         }
     }
+}
+
+/// Against transformers on weights dequantised in f32. What bf16 costs was not measured for these: as much as for deepseek_v3 is allowed, whose logits are
+/// off by 0.0144 of their deviation in transformers' own bf16 run.
+#[test]
+fn quantised_models_are_as_near_to_f32_as_bf16_allows() {
+    let Some(gpu) = gpu() else { return };
+    for name in ["dsv3_fp8", "kimi_k25_int4"] {
+        let file = std::fs::read(tiny(name).join("golden.safetensors")).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+        let ids = tensors.tensor("ids").unwrap();
+        let ids: Vec<u32> = ids.data().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32).collect();
+        let golden = tensors.tensor("logits").unwrap();
+        let golden: Vec<f32> = golden.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+        let deviation = (golden.iter().map(|x| x * x).sum::<f32>() / golden.len() as f32).sqrt();
+        let found = forced(&mut open(&gpu, &tiny(name), 256, all_graphs).0, &ids, 0);
+        let errors = Errors(found.iter().zip(&golden).map(|(a, b)| (a - b).abs()).collect());
+        assert_eq!(found.len(), golden.len());
+        within(name, &errors, 0.0144 * deviation, 0.1 * deviation);
+    }
+}
+
+/// Two layers of full size, of which one has 384 experts: what no tiny model has.
+#[test]
+fn layers_of_kimi_give_the_same_bits() {
+    let Some(gpu) = gpu() else { return };
+    if std::env::var_os("VOLLEY_SHIM").is_some() {
+        return; // hours
+    }
+    let mut machine = random(&gpu, "kimi-k2.5", Some(2), 4096);
+    let ids = token_ids(2600, machine.config().vocab);
+    hold("kimi-k2.5", check::widths(&mut machine, &ids));
+    hold("kimi-k2.5", check::chunks(&mut machine, &ids[..600]));
 }
 
 /// Ranks that share the GPU: steps, bits and choices, and the same bits whatever way the sums travel.
@@ -151,6 +206,55 @@ fn ranks_hold_every_check() {
             }
         }
         assert!(found.iter().all(|f| *f == found[0]), "{name} on {count} ranks: another algorithm, other bits");
+    }
+}
+
+#[test]
+fn ranks_of_models_with_experts_hold_every_check() {
+    let Some(_) = gpu() else { return };
+    for scheme in SCHEMES {
+        let dir = tempfile::tempdir().unwrap();
+        write_tiny8(dir.path(), scheme);
+        for count in [2, 4, 8] {
+            let mut conductor = conductor(dir.path(), count, 256, None);
+            let name = format!("tiny8 of experts, {scheme:?}, on {count} ranks");
+            compute_alike(&name, &mut conductor, dir.path());
+            let ids = |n| move || token_ids(n, 512);
+            hold_on_ranks(&name, &mut conductor, ids(256), check::widths);
+            hold_on_ranks(&name, &mut conductor, ids(130), check::chunks);
+            hold_on_ranks(&name, &mut conductor, ids(256), check::sampling);
+            if count == 2 {
+                hold_on_ranks(&name, &mut conductor, ids(256), check::graphs);
+                hold_on_ranks(&name, &mut conductor, ids(256), check::drafts);
+            }
+        }
+    }
+}
+
+/// Each kind of drafter of models with experts, on one rank and on several.
+#[test]
+fn drafts_of_models_with_experts_change_no_text() {
+    let Some(gpu) = gpu() else { return };
+    for (name, mtp) in [("dsv3_mtp", true), ("dsv3_mtp", false), ("dsv3_fp8", false), ("kimi_k25_int4", false)] {
+        let (config, weights) = model(&tiny(name));
+        let drafter = Some(latent_draft_model(&tiny(name), &config, &weights, mtp));
+        let ids = token_ids(256, config.vocab);
+        let options = Options { context: 256, drafter, ngram: true, require_graphs: true, fail_capture: all_graphs };
+        let mut machine = Machine::new(gpu.clone(), config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
+        hold(name, check::speculation(&mut machine, &ids, 60, true));
+        hold(name, check::extends(&mut machine, &ids, 100));
+    }
+    for scheme in SCHEMES {
+        let dir = tempfile::tempdir().unwrap();
+        write_tiny8(dir.path(), scheme);
+        let (config, weights) = model(dir.path());
+        for count in [2, 8] {
+            let drafter = Some(latent_draft_model(dir.path(), &config, &weights, true));
+            let setup = ranks::setup(one_more_gpu, gpus(), dir.path(), count, drafter, 256);
+            let mut conductor = Conductor::new(setup, one_more_gpu(0).unwrap(), &mut |_, _| {}).unwrap();
+            let name = format!("{scheme:?} on {count} ranks");
+            hold_on_ranks(&name, &mut conductor, || token_ids(256, 512), |m, ids| check::speculation(m, ids, 60, true));
+        }
     }
 }
 
@@ -828,6 +932,7 @@ fn session(dir: &Path, drafter: bool, ngram: bool, draft_tokens: Option<usize>) 
         require_p2p: false,
         require_graphs: true,
         random: false,
+        slice: None,
         verbose: 0,
     })
     .unwrap()

@@ -10,7 +10,7 @@ mod quantised;
 mod ranks;
 mod support;
 
-use drafter::tiny_llama_drafter;
+use drafter::{latent_draft_model, tiny_llama_drafter};
 use experts::write_tiny8;
 use quantised::Scheme;
 use ranks::{compute_alike, ids, open, tiny3, tiny8};
@@ -216,6 +216,29 @@ fn three_and_eight_ranks_compute_alike() {
     }
 }
 
+/// Heads, experts and the shared one are divided, latents and routes are everybody's; the model's own layer drafts on every rank.
+#[test]
+fn two_ranks_of_models_with_experts() {
+    let _alone = alone();
+    for scheme in [None, Some(Scheme::Fp8Block(32, 32)), Some(Scheme::Int4(32))] {
+        let dir = tempfile::tempdir().unwrap();
+        write_tiny8(dir.path(), scheme);
+        let (config, weights) = open(dir.path());
+        let mut setup = setup(dir.path(), 2);
+        if scheme.is_none() {
+            setup.options.drafter = Some(latent_draft_model(dir.path(), &config, &weights, true));
+        }
+        let mut conductor = Conductor::new(setup, shim(), &mut |_, _| {}).unwrap();
+        compute_alike(&format!("tiny8 of experts, {scheme:?}"), &mut conductor, dir.path());
+        let hold = |held: anyhow::Result<Vec<String>>| println!("{}", held.unwrap_or_else(|e| panic!("{scheme:?}: {e:#}"))[0]);
+        if scheme.is_none() {
+            hold(conductor.each("check", |m| check::speculation(m, &ids(40), 5, true)));
+        } else {
+            hold(conductor.each("check", |m| check::chunks(m, &ids(20))));
+        }
+    }
+}
+
 /// The drafter is whole on every rank and reads features that all have alike.
 #[test]
 fn drafts_change_the_passes_and_not_the_text() {
@@ -264,7 +287,7 @@ fn ranks_read_their_parts() {
     for rank in 0..2 {
         let ranks = Ranks { rank, count: 2 };
         let plan = volley::model::plan::target(&config, Pass::Verify { width: 1 }, ranks, &[]).unwrap();
-        let layout = Layout::of(&[&plan], config.vocab, Vec::new());
+        let layout = Layout::of(&[&plan], config.vocab, Vec::new()).unwrap();
         layout.place(&gpu, &kernels, &Source::Checkpoint(&weights), None, ranks, &mut |_, _| {}).unwrap();
     }
     let read: usize = checkpoint.reads().iter().map(|call| call.bytes).sum();

@@ -112,7 +112,7 @@ int main(int argc, char** argv) {
         if (skip != "latent_attend") launch((const void*)latent_attend_512_64, dim3(latent_chunk_of(capacity - 1) + 1, (rows * kHeads + 15) / 16), 256, &a);
         if (skip != "latent_value") launch((const void*)latent_value_512, dim3(kHeads, (rows + kValueRows - 1) / kValueRows), 256, &a);
         linear("o", l.o, kHidden, kHeads * kV, out, kHeads * kV, false, partial, false);
-        RouterParams r{(const uint4*)l.router, normed, sums, kHidden, kHidden, kExperts, rows};
+        RouterParams r{(const uint4*)l.router, normed, sums, nullptr, kHidden, kHidden, kExperts, rows, 0, 0};
         if (skip != "router") launch(wide ? (const void*)router_m16 : (const void*)router_m8, dim3(kExperts / 16, kRouterSplits), 512, &r);
         ExpertParams e{};
         e.routed = {l.up, nullptr, (size_t)32 * 112 * 576, 0, kDim}; e.shared = {(unsigned char*)l.shared_up, nullptr, 0, 0, kDim};

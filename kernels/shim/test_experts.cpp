@@ -158,7 +158,7 @@ void check_experts(Matrix::Format routed, Matrix::Format common, const char* nam
   for (int width : {1, 5, 8, 16}) for (int first = 0; first + width <= rows; first += width) {
     std::vector<ExpertWork> work(1);
     auto sums = poisoned<float>((size_t)kRouterSplits * width * E);
-    RouterParams rp{reinterpret_cast<const uint4*>(router.tiles.data()), normed.data() + (size_t)first * hidden, sums.data(), hidden, hidden, E, width};
+    RouterParams rp{reinterpret_cast<const uint4*>(router.tiles.data()), normed.data() + (size_t)first * hidden, sums.data(), nullptr, hidden, hidden, E, width, 0, 0};
     run(width > 8 ? "router_m16" : "router_m8", dim3((E + 15) / 16, kRouterSplits), 512, rp);
     auto act = poisoned<bf16>((size_t)width * act_stride);
     ExpertParams p{};

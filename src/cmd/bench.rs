@@ -45,6 +45,9 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
         bail!("widths {width}: expected numbers from 1 to 8, or {MAX_WIDTH}");
     }
     if !options.prompt_files.is_empty() {
+        if model.slice.is_some() {
+            bail!("--slice: one rank alone writes no text; use it without --prompts");
+        }
         return compare(model, options);
     }
     if options.cycle {

@@ -15,12 +15,15 @@ use crate::decode::{Backend, Drafting, Engine, Sampling};
 use crate::error;
 pub use crate::gpu::comm::Algorithm;
 use crate::gpu::links::{self, Collectives, Measure};
+pub use crate::gpu::machine::Slice;
+pub use crate::gpu::params::COMM_MAX_RANKS;
 use crate::gpu::ranks::{Conductor, Setup};
-use crate::gpu::{self, comm, machine, nccl, params::COMM_MAX_RANKS, weights::Source};
+use crate::gpu::{self, comm, machine, nccl, weights::Source};
 use crate::model::checkpoint::{Checkpoint, Dtype, Read};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
-use crate::model::plan::{self, Pass, Plan, Ranks, Storage};
+pub use crate::model::plan::Ranks;
+use crate::model::plan::{self, Pass, Plan, Storage};
 use crate::model::weights::{self, Table, Weights};
 use crate::text::Tokenizer;
 use anyhow::{bail, Context, Result};
@@ -79,6 +82,8 @@ pub struct ModelOptions {
     pub require_graphs: bool,
     /// Weights from a hash, config.json alone: for bench.
     pub random: bool,
+    /// One rank of several, alone: for bench.
+    pub slice: Option<Slice>,
     /// 0 quiet, 1 what was loaded, 2 the plan as well.
     pub verbose: u8,
 }
@@ -172,6 +177,9 @@ impl Model {
         // Before anything is read: a machine that cannot run it says so at once.
         let gpus = rank_gpus(options)?;
         let ranks = Ranks { rank: 0, count: gpus.len() };
+        if options.slice.is_some() && (ranks.count > 1 || options.device != Device::Cuda) {
+            bail!("--slice: expected --device cuda and one rank, whose share is measured alone");
+        }
         let gpu = match options.device {
             Device::Cpu if ranks.count > 1 => bail!("--device cpu: {} ranks are asked for, the CPU backend is one", ranks.count),
             Device::Cpu => Err("it was asked for".to_string()),
@@ -188,7 +196,7 @@ impl Model {
         let drafter = match (&draft.dir, &weights) {
             (None, _) if draft.mtp => match (&weights, &checkpoint) {
                 (Some(weights), Some(checkpoint)) => Some(DraftModel::mtp(&table, &config, weights, checkpoint)?),
-                _ => bail!("--draft mtp: random weights have no drafter; use --draft none"),
+                _ => Some(DraftModel::random_mtp(&config)?),
             },
             (Some(dir), Some(weights)) => Some(DraftModel::open(dir, &config, weights, tokens, read)?),
             (Some(dir), None) => Some(DraftModel::random(dir, &config)?),
@@ -199,7 +207,10 @@ impl Model {
             None => Dtype::Bf16,
         };
 
-        let decode = plan::target(&config, Pass::Verify { width: 1 }, ranks, &[])?;
+        let mut decode = plan::target(&config, Pass::Verify { width: 1 }, options.slice.map_or(ranks, |slice| slice.ranks), &[])?;
+        if let Some(slice) = options.slice {
+            decode = decode.alone(slice.comm_us.is_some());
+        }
         let (storage, most_kv) = match &gpu {
             Ok(gpu) => (machine::STORAGE, gpu.memory()?.1 as u64 / 8 / options.ranks_per_gpu as u64),
             Err(_) => (Storage { weight: dtype.bytes(), ..cpu::STORAGE }, DEFAULT_KV_BYTES),
@@ -266,7 +277,10 @@ impl Model {
                     }
                     (Box::new(conductor), timings)
                 } else {
-                    let machine = machine::Machine::new(gpu, config.clone(), source, machine_options, &mut progress)?;
+                    let machine = match options.slice {
+                        Some(slice) => machine::Machine::slice(gpu, slice, config.clone(), source, machine_options, &mut progress)?,
+                        None => machine::Machine::new(gpu, config.clone(), source, machine_options, &mut progress)?,
+                    };
                     let timings = machine.timings;
                     (Box::new(machine), timings)
                 };
@@ -291,7 +305,11 @@ impl Model {
                 Box::new(cpu::Reference::new(config.clone(), weights, context, drafter, draft.ngram)?)
             }
         };
-        let name = dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
+        let mut name = dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
+        if let Some(slice) = options.slice {
+            name += &format!(", rank {} of {} alone", slice.ranks.rank, slice.ranks.count);
+            name += &slice.comm_us.map_or(String::new(), |us| format!(" with sums of {us} us"));
+        }
         let engine = Engine::new(backend, drafting)?;
         if verbose {
             tell(format_args!("loaded in {:.2} s", start.elapsed().as_secs_f64()));

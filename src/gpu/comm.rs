@@ -522,7 +522,7 @@ impl Link {
             rows: a.rows as i32,
             dim: a.dim as i32,
             tap_stride: a.tap_stride as i32,
-            pad: 0,
+            wait_ns: 0,
         };
         let kernel = match choice.algorithm {
             Algorithm::Push => &self.kernels.push,

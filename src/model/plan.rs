@@ -411,6 +411,28 @@ impl Plan {
         &self.buffers[id.0]
     }
 
+    /// The work of this rank by itself, as a group of one: for measurements, since its sums lack the others' shares. With `sums` the steps that add up over
+    /// ranks stay; without, what would be added goes into the residual stream at once.
+    pub fn alone(mut self, sums: bool) -> Plan {
+        self.ranks = Ranks::ONE;
+        if sums {
+            return self;
+        }
+        let mut steps: Vec<Step> = Vec::new();
+        for step in self.steps {
+            let Step::AllReduce { x, bias, tap, .. } = step else {
+                steps.push(step);
+                continue;
+            };
+            match steps.last_mut() {
+                Some(Step::Linear(linear)) => (linear.epilogue, linear.bias) = (Epilogue::Residual { x, tap }, bias),
+                Some(Step::ExpertsDown(mixture)) => mixture.epilogue = Epilogue::Residual { x, tap },
+                _ => unreachable!("a sum is of what the step before it made"),
+            }
+        }
+        Plan { steps, ..self }
+    }
+
     /// What is added to the mean square before the root.
     pub fn eps(&self, norm: WeightId) -> f32 {
         match norm.role {
