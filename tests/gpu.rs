@@ -608,7 +608,7 @@ fn tiny_models_answer_without_graphs() {
     let refused = Machine::new(gpu.clone(), config, Source::Checkpoint(&weights), options, &mut |_, _| {});
     let refused = refused.err().expect("a graph that must be there and is not is an error");
     assert_eq!(error::exit_code(&refused), error::MACHINE);
-    assert!(refused.to_string().contains("Verify { width: 3 }"), "{refused}");
+    assert!(format!("{refused:#}").contains("Verify { width: 3 }"), "{refused}");
 
     // The driver's own refusal: a wait inside a capture. The stream works afterwards (the last answer above, once more).
     if std::env::var_os("VOLLEY_SHIM").is_none() {
