@@ -287,11 +287,12 @@ impl Model {
                 if verbose {
                     let t = timings;
                     tell(format_args!(
-                        "GPU memory: weights {}, KV cache {}, work {}; weights in {:.0} ms, {} graphs in {:.0} ms",
+                        "GPU memory: weights {}, KV cache {}, work {}; weights in {:.0} ms ({} read), {} graphs in {:.0} ms",
                         shown_bytes(t.weight_bytes as u64),
                         shown_bytes(t.kv_bytes as u64),
                         shown_bytes(t.other_bytes as u64),
                         t.weights_ms,
+                        shown_bytes(t.read_bytes as u64),
                         t.n_graphs,
                         t.capture_ms
                     ));

@@ -142,6 +142,8 @@ pub struct Placed {
     pub matrices: BTreeMap<WeightId, Matrix>,
     pub absorbed: BTreeMap<WeightId, Absorbed>,
     pub vectors: BTreeMap<WeightId, u64>,
+    /// Of matrices and their scales.
+    pub read_bytes: usize,
 }
 
 /// Where numbers come from.
@@ -185,6 +187,7 @@ impl Layout {
             matrices.get_mut(&alias.id).expect("an alias of a matrix is one").parts[0].at = at;
         }
         let vectors: BTreeMap<WeightId, u64> = self.vectors.iter().map(|(&id, vector)| (id, place(vector.bytes()))).collect();
+        let mut read_bytes = 0;
         match source {
             Source::Checkpoint(weights) => {
                 // A drafter's roles and layers are its own: each id is in one of the two.
@@ -197,7 +200,7 @@ impl Layout {
                 for (&id, pair) in &absorbed {
                     upload.absorbed(get(id), pair)?;
                 }
-                upload.finish()?;
+                read_bytes = upload.finish()?;
                 for (id, vector) in &self.vectors {
                     let numbers = floats_of(get(*id), ranks, vector.n)?;
                     if vector.float {
@@ -237,7 +240,7 @@ impl Layout {
                 gpu.synchronize()?;
             }
         }
-        Ok(Placed { memory, matrices, absorbed, vectors })
+        Ok(Placed { memory, matrices, absorbed, vectors, read_bytes })
     }
 }
 
@@ -364,11 +367,10 @@ enum Repack {
 
 impl Read<'_> {
     fn run(&self, out: &mut [u8]) -> Result<()> {
-        if self.stride == self.row_bytes {
+        if self.stride == self.row_bytes || self.rows == 1 {
             self.tensor.read_at(self.from, out)?;
         } else {
-            let mut rows = out.chunks_exact_mut(self.row_bytes).enumerate();
-            rows.try_for_each(|(i, row)| self.tensor.read_at(self.from + i * self.stride, row))?;
+            self.tensor.read_rows(self.from, self.stride, self.row_bytes, out)?;
         }
         if self.scales == Scales::No {
             return Ok(());
@@ -645,7 +647,7 @@ impl<'a> Upload<'a> {
         });
         let values = numbers.par_chunks_exact(head).flat_map(|head| head[d.nope_dim * d.kv_rank..].par_iter());
         let values: Vec<bf16> = values.map(|x| bf16::from_f32(*x)).collect();
-        self.done += 2 * numbers.len();
+        self.done += weight.format.bytes(slice.rows.len(), weight.cols, weight.parts[0].dtype.bytes()) as usize;
         self.host_rows(&keys, &pair.keys)?;
         self.host_rows(&values, &pair.values)
     }
@@ -682,9 +684,11 @@ impl<'a> Upload<'a> {
         Ok(())
     }
 
-    fn finish(mut self) -> Result<()> {
+    /// Waits; bytes that were read.
+    fn finish(mut self) -> Result<usize> {
         self.flush()?;
-        self.gpu.synchronize()
+        self.gpu.synchronize()?;
+        Ok(self.done)
     }
 }
 
