@@ -343,3 +343,4 @@ KERNEL(route, RouteParams, kRouteThreads, 1) { route_body(p); }
 EXPERTS(bf16, bf16, Bf16, Bf16)
 EXPERTS(fp8, fp8, Fp8, Fp8)
 EXPERTS(int4, bf16, Int4, Bf16)
+EXPERTS(int4, fp8, Int4, Fp8)

@@ -933,6 +933,7 @@ fn session(dir: &Path, drafter: bool, ngram: bool, draft_tokens: Option<usize>) 
         require_p2p: false,
         require_graphs: true,
         random: false,
+        fp8_dense: false,
         slice: None,
         verbose: 0,
     })

@@ -56,6 +56,7 @@ pub struct Kernels {
     pub repack: Kernel,
     pub repack_fp8: Kernel,
     pub repack_int4: Kernel,
+    pub quantise_fp8: Kernel,
     pub fill_random: Kernel,
     pub fill_codes: Kernel,
     pub read_ceiling: Kernel,
@@ -93,7 +94,8 @@ const LATENT_DIMS: [([usize; 2], &str, &str); 4] = [
     ([32, 8], "latent_attend_32_8", "latent_value_32"),
 ];
 /// How experts and the shared one are stored for the kernels of experts.
-const EXPERT_TILES: [[Tiles; 2]; 3] = [[Tiles::Bf16, Tiles::Bf16], [Tiles::Fp8, Tiles::Fp8], [Tiles::Int4, Tiles::Bf16]];
+const EXPERT_TILES: [[Tiles; 2]; 4] =
+    [[Tiles::Bf16, Tiles::Bf16], [Tiles::Fp8, Tiles::Fp8], [Tiles::Int4, Tiles::Bf16], [Tiles::Int4, Tiles::Fp8]];
 /// Blocks of the expert kernels on each SM.
 const EXPERT_BLOCKS: usize = 2;
 
@@ -236,6 +238,11 @@ impl Kernels {
                     ["experts_up_m8_int4_bf16", "experts_up_m16_int4_bf16"],
                     ["experts_down_m8_int4_bf16", "experts_down_m16_int4_bf16"],
                 )?,
+                experts(
+                    EXPERT_TILES[3],
+                    ["experts_up_m8_int4_fp8", "experts_up_m16_int4_fp8"],
+                    ["experts_down_m8_int4_fp8", "experts_down_m16_int4_fp8"],
+                )?,
             ],
             latent_query: k("latent_query")?,
             latents: LATENT_DIMS.iter().map(latent).collect::<Result<_>>()?,
@@ -249,6 +256,7 @@ impl Kernels {
             repack: k("repack")?,
             repack_fp8: k("repack_fp8")?,
             repack_int4: k("repack_int4")?,
+            quantise_fp8: k("quantise_fp8")?,
             fill_random: k("fill_random")?,
             fill_codes: k("fill_codes")?,
             read_ceiling: k("read_ceiling")?,

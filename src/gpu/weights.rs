@@ -3,10 +3,10 @@
 //! which rows and columns are this rank's: no others are read.
 use super::device::{Event, Gpu, Launch, Memory, Pinned};
 use super::kernels::{Absorbed, Kernels, Matrix, Tiles};
-use super::params::{FillCodesParams, FillParams, RepackCodesParams, RepackParams, ROWS_GATE, ROWS_PLAIN, ROWS_UP};
+use super::params::{FillCodesParams, FillParams, QuantiseParams, RepackCodesParams, RepackParams, ROWS_GATE, ROWS_PLAIN, ROWS_UP};
 use crate::model::checkpoint::{Dtype, Tensor};
 use crate::model::plan::{Epilogue, Plan, Ranks, Step};
-use crate::model::quant::{Block, E4M3};
+use crate::model::quant::{Block, Format, E4M3};
 use crate::model::weights::{Role, Slice, Weight, WeightId, Weights};
 use anyhow::{bail, ensure, Result};
 use half::{bf16, f16};
@@ -363,6 +363,7 @@ enum Repack {
     Plain(RepackParams),
     Fp8(RepackCodesParams),
     Int4(RepackCodesParams),
+    Quantise(QuantiseParams),
 }
 
 impl Read<'_> {
@@ -449,7 +450,9 @@ impl<'a> Upload<'a> {
     /// This rank's rows of part `i` of a weight, to where `place` says.
     fn rows(&mut self, weight: &'a Weight, i: usize, slice: &Slice, matrix: &Matrix, place: Place) -> Result<()> {
         let tensor = &weight.parts[i];
-        let (source_type, bits) = match (matrix.tiles, tensor.dtype) {
+        // Plain numbers that become FP8 here.
+        let quantise = matrix.tiles == Tiles::Fp8 && weight.format == Format::Plain;
+        let (source_type, bits) = match (if quantise { Tiles::Bf16 } else { matrix.tiles }, tensor.dtype) {
             (Tiles::Bf16, Dtype::Bf16) => (0, 16),
             (Tiles::Bf16, Dtype::F16) => (1, 16),
             (Tiles::Bf16, Dtype::F32) => (2, 32),
@@ -462,13 +465,15 @@ impl<'a> Upload<'a> {
         let (n, stride, row_bytes) = (slice.rows.len(), bytes_of(weight.cols), bytes_of(slice.cols.len()));
         let column = slice.cols.start * bits / 8;
         let block = match matrix.tiles {
-            Tiles::Fp8 | Tiles::Int4 => weight.format.block(),
+            Tiles::Fp8 | Tiles::Int4 => weight.format.block(), // none of plain numbers
             Tiles::Bf16 | Tiles::Fp8Rows => None,
         };
         let of = |row: usize| weight.rope_order(i, row);
+        if matrix.tiles == Tiles::Fp8 {
+            ensure!(place.first % 8 == 0, "{}: a part begins at row {}: expected a multiple of 8", tensor.name, place.first);
+        }
         if let (Tiles::Fp8, Some(block)) = (matrix.tiles, block) {
             let crosses = |row: &usize| of(*row) / block.rows != *row / block.rows;
-            ensure!(place.first % 8 == 0, "{}: a part begins at row {}: expected a multiple of 8", tensor.name, place.first);
             if let Some(row) = slice.rows.clone().find(crosses) {
                 bail!("{}: rows {row} and {} are rotated together and have scales of two blocks: use --device cpu", tensor.name, of(row));
             }
@@ -486,10 +491,13 @@ impl<'a> Upload<'a> {
         );
         let mut row = 0;
         while row < n {
-            if self.used + spare + each > capacity {
+            // 8 rows share the scales that are made here.
+            let least = if quantise { 8 } else { 1 };
+            if self.used + spare + least * each > capacity {
                 self.flush()?;
             }
-            let take = ((capacity - self.used - spare) / each).min(n - row).min(MAX_GRID_ROWS);
+            let take = (((capacity - self.used - spare) / each).min(MAX_GRID_ROWS) / least * least).min(n - row);
+            ensure!(take > 0, "{} in {}: 8 rows are longer than the staging buffer", tensor.name, tensor.file);
             let rows = slice.rows.start + row..slice.rows.start + row + take;
             let mut scales_at = 0;
             if let Some(s) = &scales {
@@ -522,6 +530,23 @@ impl<'a> Upload<'a> {
                     continue;
                 }
                 let tile_scales = part.scales_at + (4 * place.expert * matrix.part_scales(part)) as u64;
+                if quantise {
+                    self.repacks.push(Repack::Quantise(QuantiseParams {
+                        source: source + (part.column * bits / 8) as u64,
+                        weights,
+                        tile_scales,
+                        source_stride: slice.cols.len() as i64,
+                        source_type,
+                        order: place.order,
+                        n_source_rows: take as i32,
+                        rows: launched as i32,
+                        row_offset: (place.first + row) as i32,
+                        k: part.k as i32,
+                        k_blocks,
+                        pad: 0,
+                    }));
+                    continue;
+                }
                 let params = RepackCodesParams {
                     source,
                     scales: scales_at,
@@ -733,6 +758,7 @@ impl Repack {
             Repack::Plain(p) => gpu.launch(&kernels.repack, grid(p.k_blocks * 16, p.rows), p),
             Repack::Fp8(p) => gpu.launch(&kernels.repack_fp8, grid(p.k_blocks * 4, p.rows), p),
             Repack::Int4(p) => gpu.launch(&kernels.repack_int4, grid(p.k_blocks * 4, p.rows), p),
+            Repack::Quantise(p) => gpu.launch(&kernels.quantise_fp8, grid(p.k_blocks * 32, p.rows / 8), p),
         }
     }
 }
