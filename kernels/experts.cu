@@ -551,3 +551,4 @@ KERNEL(router_m16, RouterParams, kExpertThreads, 2) { router<2>(p); }
 EXPERTS(bf16, bf16, Bf16, Bf16)
 EXPERTS(fp8, fp8, Fp8, Fp8)
 EXPERTS(int4, bf16, Int4, Bf16)
+EXPERTS(int4, fp8, Int4, Fp8)

@@ -271,6 +271,23 @@ struct RepackCodesParams {
   int k_blocks;
 };
 static_assert(sizeof(RepackCodesParams) == 88, "twin in Rust");
+// quantise_fp8: rows of a tensor as e4m3 with a scale for each 8 rows and 32 columns, the largest number of which becomes 448. rows and row_offset are multiples of 8; rows and
+// columns that are not there are zeros.
+struct QuantiseParams {
+  const void* source;           // [n_source_rows][source_stride]
+  unsigned char* weights;
+  float* tile_scales;           // [..][k_blocks][2]
+  long long source_stride;
+  int source_type;              // SourceType
+  int order;                    // RowOrder
+  int n_source_rows;
+  int rows;
+  int row_offset;
+  int k;
+  int k_blocks;
+  int pad;
+};
+static_assert(sizeof(QuantiseParams) == 64, "twin in Rust");
 // fill_codes: codes from a hash, for random weights: e4m3 up to 1.875 in magnitude, or any four bits; tile scales and those of Int4 are `scale`.
 struct FillCodesParams {
   unsigned char* weights;

@@ -141,6 +141,9 @@ macro_rules! command {
             /// a weights.toml for checkpoints with other tensor names (default: built in)
             #[argh(option)]
             weights: Option<PathBuf>,
+            /// turn bf16 matrices that every token reads into FP8 at load: fewer bytes a token, other answers (default: as stored)
+            #[argh(switch)]
+            fp8_dense: bool,
             /// say on stderr what was loaded and how; -vv also prints the plan
             #[argh(switch, short = 'v')]
             verbose: u8,
@@ -164,6 +167,7 @@ macro_rules! command {
                     require_p2p: self.require_p2p,
                     require_graphs: self.require_graphs,
                     random: false,
+                    fp8_dense: self.fp8_dense,
                     slice: None,
                     verbose: self.verbose,
                 }
@@ -379,7 +383,8 @@ impl FromStr for Share {
 }
 
 /// Flags without a value: their short form may be bundled, and what follows them is no value.
-const SWITCHES: [&str; 17] = [
+const SWITCHES: [&str; 18] = [
+    "--fp8-dense",
     "--require-graphs",
     "--require-p2p",
     "--profile",

@@ -130,7 +130,8 @@ fn tiny_models_are_as_near_to_f32_as_bf16_allows() {
             Some(top) => (5, top.mean(), top.max()),
             None => (512, golden.bf16_mean_abs_diff, golden.bf16_max_abs_diff),
         };
-        for count in [1, 2, 4] {
+        let counts = if std::env::var_os("VOLLEY_SHIM").is_some() { &[1][..] } else { &[1, 2, 4] };
+        for &count in counts {
             let name = format!("{name} on {count} ranks");
             let found = match count {
                 1 => forced(&mut open(&gpu, &dir, 256, all_graphs).0, &ids, 0),
@@ -932,6 +933,7 @@ fn session(dir: &Path, drafter: bool, ngram: bool, draft_tokens: Option<usize>) 
         require_p2p: false,
         require_graphs: true,
         random: false,
+        fp8_dense: false,
         slice: None,
         verbose: 0,
     })

@@ -203,16 +203,43 @@ fn a_slice_computes_alone() {
         let mut m = Machine::slice(gpu, slice, config.clone(), source, options, &mut |_, _| {}).unwrap();
         let took = m.time_verify(4, 100, 3).unwrap();
         assert!(took.iter().all(|ms| *ms >= comm_us.unwrap_or(0.0) * 2e-3 * config.n_layers as f64), "{name}: {took:?}");
-        (logits(&mut m, &tokens, 1024, &[]), m.timings.weight_bytes)
+        let used = m.experts_used(4, 100).unwrap().unwrap();
+        (logits(&mut m, &tokens, 1024, &[]), m.timings.weight_bytes, used)
     };
-    let [(at_once, bytes), (added, _)] = [None, Some(30.0)].map(|comm_us| run(Source::Checkpoint(&weights), comm_us));
+    let [(at_once, bytes, _), (added, _, _)] = [None, Some(30.0)].map(|comm_us| run(Source::Checkpoint(&weights), comm_us));
     // A sum on its way is rounded to bf16.
     let spread = at_once.iter().fold(0f32, |m, x| m.max(x.abs()));
     let worst = at_once.iter().zip(&added).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
     assert!(at_once.len() == config.vocab / 2 && worst > 0.0 && worst < 0.05 * spread, "{name}: off by {worst}, logits up to {spread}");
-    assert_eq!(run(Source::Random(0), None).1, bytes);
+    // Random weights: as many bytes, numbers of the right size, and experts as if each row chose evenly (10.9 of 16).
+    let (logits, random_bytes, used) = run(Source::Random(0), None);
+    let size = (logits.iter().map(|x| x * x).sum::<f32>() / logits.len() as f32).sqrt();
+    assert!(random_bytes == bytes && size > 0.3 && size < 3.0 && (9.0..13.0).contains(&used), "{size}, {used} experts");
     let whole = machine(name).timings.weight_bytes;
     assert!(bytes < whole && 2 * bytes > whole, "{name}: {bytes} of {whole} bytes");
+}
+
+/// Plain matrices as FP8: other logits, not by much, from fewer bytes, and the same bits at every width and chunk.
+#[test]
+fn fp8_dense() {
+    for name in ["llama", "kimi_k25_int4"] {
+        let machines = [false, true].map(|fp8_dense| {
+            let (config, weights) = model(name);
+            let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+            let options = Options { context: 200, drafter: None, ngram: false, require_graphs: false, fail_capture: |_| false };
+            let config = Config { fp8_dense, ..config };
+            Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap()
+        });
+        let [mut plain, mut fp8] = machines;
+        assert!(fp8.timings.weight_bytes < plain.timings.weight_bytes);
+        rows_do_not_depend_on_width_or_chunk(name, &mut fp8);
+        let tokens: Vec<u32> = prompt(30).into_iter().map(|id| id % plain.vocab() as u32).collect();
+        let [expected, found] = [&mut plain, &mut fp8].map(|m| logits(m, &tokens, 1024, &[]));
+        let size = |x: &mut dyn Iterator<Item = f32>| x.map(|x| x * x).sum::<f32>().sqrt();
+        let error = size(&mut expected.iter().zip(&found).map(|(a, b)| a - b)) / size(&mut expected.iter().copied());
+        println!("{name}: logits off by {error:.4} of their size");
+        assert!(error > 1e-3 && error < 0.15, "{name}: off by {error} of their size");
+    }
 }
 
 /// Bytes of one rank of eight in GPU memory, of models that only such machines hold: experts, and up to 8 GB for all else.

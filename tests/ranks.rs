@@ -28,11 +28,11 @@ use volley::gpu::links::{Collectives, Measure};
 use volley::gpu::ranks::{Conductor, Setup};
 use volley::gpu::shim::Shim;
 use volley::gpu::weights::{Layout, Source};
-use volley::model::checkpoint::{Checkpoint, Read};
+use volley::model::checkpoint::{Checkpoint, Read, Tensor};
 use volley::model::config::Config;
 use volley::model::draft::DraftModel;
 use volley::model::plan::{Pass, Ranks, Step};
-use volley::model::weights::{claim, vocab_rows, Table};
+use volley::model::weights::{claim, vocab_rows, Slice, Table};
 
 fn reference(dir: &Path, count: usize) -> Reference {
     let (config, weights) = open(dir);
@@ -273,27 +273,43 @@ fn a_wrong_algorithm_is_left_out() {
     assert_eq!(answers[0], answers[1]);
 }
 
-/// Each rank reads its part and no more: both together the whole file, and what they share once again.
+/// Each rank reads its part and no more, numbers and scales; both together the whole file, and what they share once again.
 #[test]
 fn ranks_read_their_parts() {
     let _alone = alone();
-    let dir = tempfile::tempdir().unwrap();
-    tiny8().write(dir.path());
-    let config = Config::open(dir.path()).unwrap();
-    let checkpoint = Checkpoint::open(dir.path(), Read::Mmap).unwrap();
-    let weights = claim(&Table::builtin().unwrap(), &config, &checkpoint).unwrap();
+    let plain = tempfile::tempdir().unwrap();
+    tiny8().write(plain.path());
+    let experts = [None, Some(Scheme::Fp8Block(32, 32)), Some(Scheme::Int4(32))].map(|scheme| {
+        let dir = tempfile::tempdir().unwrap();
+        write_tiny8(dir.path(), scheme);
+        dir
+    });
     let gpu = shim();
     let kernels = volley::gpu::kernels::Kernels::load(&gpu).unwrap();
-    for rank in 0..2 {
-        let ranks = Ranks { rank, count: 2 };
-        let plan = volley::model::plan::target(&config, Pass::Verify { width: 1 }, ranks, &[]).unwrap();
-        let layout = Layout::of(&[&plan], config.vocab, Vec::new()).unwrap();
-        layout.place(&gpu, &kernels, &Source::Checkpoint(&weights), None, ranks, &mut |_, _| {}).unwrap();
+    for dir in [&plain].into_iter().chain(&experts) {
+        let config = Config::open(dir.path()).unwrap();
+        let checkpoint = Checkpoint::open(dir.path(), Read::Mmap).unwrap();
+        let weights = claim(&Table::builtin().unwrap(), &config, &checkpoint).unwrap();
+        let mut expected = 0;
+        for rank in 0..2 {
+            let ranks = Ranks { rank, count: 2 };
+            let plan = volley::model::plan::target(&config, Pass::Verify { width: 1 }, ranks, &[]).unwrap();
+            let layout = Layout::of(&[&plan], config.vocab, Vec::new()).unwrap();
+            layout.place(&gpu, &kernels, &Source::Checkpoint(&weights), None, ranks, &mut |_, _| {}).unwrap();
+            for (_, weight) in weights.iter() {
+                let slices = weight.part_of_rank(rank, 2).unwrap();
+                let bytes = |(part, slice): (&Tensor, Slice)| weight.format.bytes(slice.rows.len(), slice.cols.len(), part.dtype.bytes());
+                expected += weight.parts.iter().zip(slices).map(bytes).sum::<u64>() as usize;
+            }
+        }
+        let read: usize = checkpoint.reads().iter().map(|call| call.bytes).sum();
+        assert_eq!(read, expected, "{}", dir.path().display());
+        if dir.path() == plain.path() {
+            let whole: usize = checkpoint.tensors().map(|tensor| tensor.n_bytes()).sum();
+            let (embedding, norms) = (500 * 128 * 2, 5 * 128 * 2);
+            assert_eq!(read, whole + embedding + norms);
+        }
     }
-    let read: usize = checkpoint.reads().iter().map(|call| call.bytes).sum();
-    let whole: usize = checkpoint.tensors().map(|tensor| tensor.n_bytes()).sum();
-    let (embedding, norms) = (500 * 128 * 2, 5 * 128 * 2);
-    assert_eq!(read, whole + embedding + norms);
 }
 
 /// Case O22: whatever happens to one rank, all end soon with one line that names it.

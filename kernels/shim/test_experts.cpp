@@ -67,6 +67,31 @@ void check_grouped() {
   }
 }
 
+// Plain rows as FP8: the nearest code of each number over its block's scale, gate and up in their places, zeros behind the last row and column.
+void check_quantise(int order) {
+  const int n = 20, k = 40, k_blocks = 2, padded = order == kRowsPlain ? 32 : 24, tiles = order == kRowsPlain ? 2 : 3;
+  auto w = rounded(numbers((size_t)n * k, 91, 2.0f));
+  for (int c = 0; c < 32; c++) for (int r = 8; r < 16; r++) w[r * k + c] = __float2bfloat16(0.0f);   // a block of zeros
+  auto codes = poisoned<unsigned char>((size_t)tiles * k_blocks * 512); auto scales = poisoned<float>((size_t)tiles * k_blocks * 2);
+  QuantiseParams p{w.data(), codes.data(), scales.data(), k, kSourceBf16, order, n, padded, 0, k, k_blocks, 0};
+  run("quantise_fp8", dim3(1, padded / 8), 256, p);
+  bool ok = true;
+  for (int r = 0; r < padded; r++) {
+    const int at = order == kRowsPlain ? r : r / 8 * 16 + r % 8 + (order == kRowsUp ? 8 : 0), high = at >> 3 & 1;
+    for (int c = 0; c < 64; c++) {
+      const size_t block = (size_t)(at / 16) * k_blocks + c / 32;
+      const unsigned code = codes[block * 512 + ((at & 7) * 4 + (c & 31) / 8) * 16 + high * 8 + (c & 7)];
+      const float scale = scales[block * 2 + high];
+      const double x = r < n && c < k ? value(w[r * k + c]) : 0;
+      double most = 0, nearest = 1e30;
+      for (int i = r / 8 * 8; i < r / 8 * 8 + 8; i++) for (int j = c / 32 * 32; j < c / 32 * 32 + 32; j++) if (i < n && j < k) most = std::max(most, std::fabs((double)value(w[i * k + j])));
+      for (unsigned other = 0; other < 127; other++) nearest = std::min(nearest, std::fabs(e4m3(other) * scale - std::fabs(x)));
+      ok &= std::fabs(scale - most / 448) <= 1e-6 * most && std::fabs(e4m3(code) * scale - x) <= nearest * (1 + 1e-4) + 1e-12 && (x == 0) <= (code == 0 || code == 128);
+    }
+  }
+  check(ok, "quantise_fp8, order %d", order);
+}
+
 // ---- routes ----
 struct Route { std::vector<int> id; std::vector<double> weight; };
 Route route_of(const float* logits, const float* bias, int E, int k, int groups, int top_groups, bool softmax, bool normalised, double scale) {
@@ -217,6 +242,7 @@ int main() {
   check_linear(Matrix::kInt4, "int4", 80, 1120, false);
   check_linear(Matrix::kFp8Rows, "fp8_rows", 80, 200, false);
   check_grouped();
+  for (int order : {kRowsPlain, kRowsGate, kRowsUp}) check_quantise(order);
   check_route(64, 6, 8, 3, false, true, true, 16, 13, 0, 1);
   check_route(128, 8, 1, 1, true, true, false, 9, 9, 16, 2);
   check_route(40, 5, 4, 2, false, false, true, 3, 0, 0, 3);
@@ -228,5 +254,6 @@ int main() {
   check_route(384, 8, 1, 1, false, true, true, 16, 16, 0, 4);
   check_experts(Matrix::kFp8, Matrix::kFp8, "fp8_fp8", 5, 2, 1056, 64, 32, 11);
   check_experts(Matrix::kBf16, Matrix::kBf16, "bf16_bf16", 7, 4, 64, 72, 0, 12);
+  check_experts(Matrix::kInt4, Matrix::kFp8, "int4_fp8", 4, 2, 64, 40, 32, 13);
   return finish("experts");
 }

@@ -82,6 +82,8 @@ pub struct ModelOptions {
     pub require_graphs: bool,
     /// Weights from a hash, config.json alone: for bench.
     pub random: bool,
+    /// Plain matrices that every token reads as FP8.
+    pub fp8_dense: bool,
     /// One rank of several, alone: for bench.
     pub slice: Option<Slice>,
     /// 0 quiet, 1 what was loaded, 2 the plan as well.
@@ -186,7 +188,10 @@ impl Model {
             Device::Auto if ranks.count == 1 => gpu::open(gpus[0]).map_err(|e| format!("{e:#}")),
             Device::Auto | Device::Cuda => Ok(gpu::open(gpus[0])?),
         };
-        let config = Config::open(dir)?;
+        let config = Config { fp8_dense: options.fp8_dense, ..Config::open(dir)? };
+        if options.fp8_dense && gpu.is_err() {
+            bail!("--fp8-dense: the CPU backend computes with weights as they are stored; use --device cuda");
+        }
         let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
         let read = if options.no_mmap { Read::Plain } else { Read::Auto };
         let checkpoint = if options.random { None } else { Some(Checkpoint::open(dir, read)?) };
@@ -236,6 +241,10 @@ impl Model {
             tell(format_args!("model: {} ({}), {stored}", dir.display(), config.arch));
             tell(format_args!("rope: {}", config.rope));
             weights.iter().filter_map(|w| w.quantised()).for_each(|quantised| tell(format_args!("weights: {quantised}")));
+            if options.fp8_dense {
+                let format = crate::model::quant::FP8_DENSE;
+                tell(format_args!("weights: plain matrices of attention, dense layers, shared experts and the head become {format}: answers are not those of the stored numbers"));
+            }
             weights.iter().flat_map(|w| &w.notes).for_each(|note| tell(format_args!("weights: {note}")));
             let capped = if options.context.is_none() && context < config.context { " (-c raises it)" } else { "" };
             let kv = shown_bytes(context as u64 * row_bytes);
@@ -287,11 +296,12 @@ impl Model {
                 if verbose {
                     let t = timings;
                     tell(format_args!(
-                        "GPU memory: weights {}, KV cache {}, work {}; weights in {:.0} ms, {} graphs in {:.0} ms",
+                        "GPU memory: weights {}, KV cache {}, work {}; weights in {:.0} ms ({} read), {} graphs in {:.0} ms",
                         shown_bytes(t.weight_bytes as u64),
                         shown_bytes(t.kv_bytes as u64),
                         shown_bytes(t.other_bytes as u64),
                         t.weights_ms,
+                        shown_bytes(t.read_bytes as u64),
                         t.n_graphs,
                         t.capture_ms
                     ));

@@ -57,6 +57,7 @@ pub struct Kernels {
     pub repack: Kernel,
     pub repack_fp8: Kernel,
     pub repack_int4: Kernel,
+    pub quantise_fp8: Kernel,
     pub fill_random: Kernel,
     pub fill_codes: Kernel,
     pub read_ceiling: Kernel,
@@ -94,7 +95,8 @@ const LATENT_DIMS: [([usize; 2], &str, &str); 4] = [
     ([32, 8], "latent_attend_32_8", "latent_value_32"),
 ];
 /// How experts and the shared one are stored for the kernels of experts.
-const EXPERT_TILES: [[Tiles; 2]; 3] = [[Tiles::Bf16, Tiles::Bf16], [Tiles::Fp8, Tiles::Fp8], [Tiles::Int4, Tiles::Bf16]];
+const EXPERT_TILES: [[Tiles; 2]; 4] =
+    [[Tiles::Bf16, Tiles::Bf16], [Tiles::Fp8, Tiles::Fp8], [Tiles::Int4, Tiles::Bf16], [Tiles::Int4, Tiles::Fp8]];
 
 /// Whether there are kernels for a step; an error that says what is missing.
 pub fn check(step: &Step) -> Result<()> {
@@ -235,6 +237,11 @@ impl Kernels {
                     ["experts_up_m8_int4_bf16", "experts_up_m16_int4_bf16"],
                     ["experts_down_m8_int4_bf16", "experts_down_m16_int4_bf16"],
                 )?,
+                experts(
+                    EXPERT_TILES[3],
+                    ["experts_up_m8_int4_fp8", "experts_up_m16_int4_fp8"],
+                    ["experts_down_m8_int4_fp8", "experts_down_m16_int4_fp8"],
+                )?,
             ],
             latent_query: k("latent_query")?,
             latents: LATENT_DIMS.iter().map(latent).collect::<Result<_>>()?,
@@ -248,6 +255,7 @@ impl Kernels {
             repack: k("repack")?,
             repack_fp8: k("repack_fp8")?,
             repack_int4: k("repack_int4")?,
+            quantise_fp8: k("quantise_fp8")?,
             fill_random: k("fill_random")?,
             fill_codes: k("fill_codes")?,
             read_ceiling: k("read_ceiling")?,

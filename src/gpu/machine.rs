@@ -102,6 +102,8 @@ pub struct StartTimings {
     pub capture_ms: f64,
     pub n_graphs: usize,
     pub weight_bytes: usize,
+    /// Read from the checkpoint for them.
+    pub read_bytes: usize,
     pub kv_bytes: usize,
     pub other_bytes: usize,
 }
@@ -260,6 +262,7 @@ impl Machine {
         let start = Instant::now();
         let placed = layout.place(&gpu, &kernels, &source, drafter.as_ref().map(|d| &d.weights), ranks, progress)?;
         timings.weights_ms = start.elapsed().as_secs_f64() * 1e3;
+        timings.read_bytes = placed.read_bytes;
         let mut buffers = BTreeMap::new();
         for (name, bytes) in buffer_bytes {
             buffers.insert(name, gpu.allocate(bytes)?);
@@ -961,6 +964,22 @@ impl Backend for Machine {
         let chunks = self.chunks(pass, depth + width);
         let graph = self.graphs[&(pass, chunks, Choice::Greedy)].as_ref().context("the graph was not captured")?;
         self.time_replays(&[graph], n)
+    }
+
+    fn experts_used(&mut self, width: usize, depth: usize) -> Result<Option<f64>> {
+        self.begin_timing(width, depth)?;
+        let pass = Pass::Verify { width };
+        let launcher = self.launcher(pass, self.chunks(pass, depth + width), Choice::Greedy);
+        let mut used = Vec::new();
+        for (i, step) in launcher.plan.steps.iter().enumerate() {
+            launcher.step(i).with_context(|| format!("step {}", step.name()))?;
+            if let Step::Router(_) = step {
+                used.push(self.gpu.download::<ExpertWork>(self.arena.expert_work.at(0), 1)?[0].n_routed as f64);
+            }
+        }
+        self.passes = self.passes.wrapping_add(1); // Accept has written a record
+        self.settle()?;
+        Ok((!used.is_empty()).then(|| used.iter().sum::<f64>() / used.len() as f64))
     }
 
     fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>> {

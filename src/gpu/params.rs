@@ -66,6 +66,10 @@ params! {
         source: u64, scales: u64, weights: u64, tile_scales: u64, source_stride: i64, scale_stride: i32, scale_bf16: i32, block_rows: i32,
         block_cols: i32, first_row: i32, first_col: i32, order: i32, n_source_rows: i32, rows: i32, row_offset: i32, k: i32, k_blocks: i32,
     }
+    QuantiseParams: 64 {
+        source: u64, weights: u64, tile_scales: u64, source_stride: i64, source_type: i32, order: i32, n_source_rows: i32, rows: i32,
+        row_offset: i32, k: i32, k_blocks: i32, pad: i32,
+    }
     FillCodesParams: 40 { weights: u64, tile_scales: u64, seed: u64, n_blocks: u64, four_bits: i32, scale: f32 }
     FillParams: 40 { to: u64, seed: u64, n: i32, k: i32, retiled: i32, constant: i32, scale: f32, pad: i32 }
     ReadParams: 24 { from: u64, n: u64, sink: u64 }

@@ -335,6 +335,10 @@ impl Backend for Conductor {
         self.all("time", move |machine| machine.time_verify(width, depth, n))
     }
 
+    fn experts_used(&mut self, width: usize, depth: usize) -> Result<Option<f64>> {
+        self.all("time", move |machine| machine.experts_used(width, depth))
+    }
+
     fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>> {
         self.all("profile", move |machine| machine.profile(depth))
     }

@@ -3,10 +3,10 @@
 //! which rows and columns are this rank's: no others are read.
 use super::device::{Event, Gpu, Launch, Memory, Pinned};
 use super::kernels::{Absorbed, Kernels, Matrix, Tiles};
-use super::params::{FillCodesParams, FillParams, RepackCodesParams, RepackParams, ROWS_GATE, ROWS_PLAIN, ROWS_UP};
+use super::params::{FillCodesParams, FillParams, QuantiseParams, RepackCodesParams, RepackParams, ROWS_GATE, ROWS_PLAIN, ROWS_UP};
 use crate::model::checkpoint::{Dtype, Tensor};
 use crate::model::plan::{Epilogue, Plan, Ranks, Step};
-use crate::model::quant::{Block, E4M3};
+use crate::model::quant::{Block, Format, E4M3};
 use crate::model::weights::{Role, Slice, Weight, WeightId, Weights};
 use anyhow::{bail, ensure, Result};
 use half::{bf16, f16};
@@ -142,6 +142,8 @@ pub struct Placed {
     pub matrices: BTreeMap<WeightId, Matrix>,
     pub absorbed: BTreeMap<WeightId, Absorbed>,
     pub vectors: BTreeMap<WeightId, u64>,
+    /// Of matrices and their scales.
+    pub read_bytes: usize,
 }
 
 /// Where numbers come from.
@@ -185,6 +187,7 @@ impl Layout {
             matrices.get_mut(&alias.id).expect("an alias of a matrix is one").parts[0].at = at;
         }
         let vectors: BTreeMap<WeightId, u64> = self.vectors.iter().map(|(&id, vector)| (id, place(vector.bytes()))).collect();
+        let mut read_bytes = 0;
         match source {
             Source::Checkpoint(weights) => {
                 // A drafter's roles and layers are its own: each id is in one of the two.
@@ -197,7 +200,7 @@ impl Layout {
                 for (&id, pair) in &absorbed {
                     upload.absorbed(get(id), pair)?;
                 }
-                upload.finish()?;
+                read_bytes = upload.finish()?;
                 for (id, vector) in &self.vectors {
                     let numbers = floats_of(get(*id), ranks, vector.n)?;
                     if vector.float {
@@ -237,7 +240,7 @@ impl Layout {
                 gpu.synchronize()?;
             }
         }
-        Ok(Placed { memory, matrices, absorbed, vectors })
+        Ok(Placed { memory, matrices, absorbed, vectors, read_bytes })
     }
 }
 
@@ -360,15 +363,15 @@ enum Repack {
     Plain(RepackParams),
     Fp8(RepackCodesParams),
     Int4(RepackCodesParams),
+    Quantise(QuantiseParams),
 }
 
 impl Read<'_> {
     fn run(&self, out: &mut [u8]) -> Result<()> {
-        if self.stride == self.row_bytes {
+        if self.stride == self.row_bytes || self.rows == 1 {
             self.tensor.read_at(self.from, out)?;
         } else {
-            let mut rows = out.chunks_exact_mut(self.row_bytes).enumerate();
-            rows.try_for_each(|(i, row)| self.tensor.read_at(self.from + i * self.stride, row))?;
+            self.tensor.read_rows(self.from, self.stride, self.row_bytes, out)?;
         }
         if self.scales == Scales::No {
             return Ok(());
@@ -447,7 +450,9 @@ impl<'a> Upload<'a> {
     /// This rank's rows of part `i` of a weight, to where `place` says.
     fn rows(&mut self, weight: &'a Weight, i: usize, slice: &Slice, matrix: &Matrix, place: Place) -> Result<()> {
         let tensor = &weight.parts[i];
-        let (source_type, bits) = match (matrix.tiles, tensor.dtype) {
+        // Plain numbers that become FP8 here.
+        let quantise = matrix.tiles == Tiles::Fp8 && weight.format == Format::Plain;
+        let (source_type, bits) = match (if quantise { Tiles::Bf16 } else { matrix.tiles }, tensor.dtype) {
             (Tiles::Bf16, Dtype::Bf16) => (0, 16),
             (Tiles::Bf16, Dtype::F16) => (1, 16),
             (Tiles::Bf16, Dtype::F32) => (2, 32),
@@ -460,13 +465,15 @@ impl<'a> Upload<'a> {
         let (n, stride, row_bytes) = (slice.rows.len(), bytes_of(weight.cols), bytes_of(slice.cols.len()));
         let column = slice.cols.start * bits / 8;
         let block = match matrix.tiles {
-            Tiles::Fp8 | Tiles::Int4 => weight.format.block(),
+            Tiles::Fp8 | Tiles::Int4 => weight.format.block(), // none of plain numbers
             Tiles::Bf16 | Tiles::Fp8Rows => None,
         };
         let of = |row: usize| weight.rope_order(i, row);
+        if matrix.tiles == Tiles::Fp8 {
+            ensure!(place.first % 8 == 0, "{}: a part begins at row {}: expected a multiple of 8", tensor.name, place.first);
+        }
         if let (Tiles::Fp8, Some(block)) = (matrix.tiles, block) {
             let crosses = |row: &usize| of(*row) / block.rows != *row / block.rows;
-            ensure!(place.first % 8 == 0, "{}: a part begins at row {}: expected a multiple of 8", tensor.name, place.first);
             if let Some(row) = slice.rows.clone().find(crosses) {
                 bail!("{}: rows {row} and {} are rotated together and have scales of two blocks: use --device cpu", tensor.name, of(row));
             }
@@ -484,10 +491,13 @@ impl<'a> Upload<'a> {
         );
         let mut row = 0;
         while row < n {
-            if self.used + spare + each > capacity {
+            // 8 rows share the scales that are made here.
+            let least = if quantise { 8 } else { 1 };
+            if self.used + spare + least * each > capacity {
                 self.flush()?;
             }
-            let take = ((capacity - self.used - spare) / each).min(n - row).min(MAX_GRID_ROWS);
+            let take = (((capacity - self.used - spare) / each).min(MAX_GRID_ROWS) / least * least).min(n - row);
+            ensure!(take > 0, "{} in {}: 8 rows are longer than the staging buffer", tensor.name, tensor.file);
             let rows = slice.rows.start + row..slice.rows.start + row + take;
             let mut scales_at = 0;
             if let Some(s) = &scales {
@@ -520,6 +530,23 @@ impl<'a> Upload<'a> {
                     continue;
                 }
                 let tile_scales = part.scales_at + (4 * place.expert * matrix.part_scales(part)) as u64;
+                if quantise {
+                    self.repacks.push(Repack::Quantise(QuantiseParams {
+                        source: source + (part.column * bits / 8) as u64,
+                        weights,
+                        tile_scales,
+                        source_stride: slice.cols.len() as i64,
+                        source_type,
+                        order: place.order,
+                        n_source_rows: take as i32,
+                        rows: launched as i32,
+                        row_offset: (place.first + row) as i32,
+                        k: part.k as i32,
+                        k_blocks,
+                        pad: 0,
+                    }));
+                    continue;
+                }
                 let params = RepackCodesParams {
                     source,
                     scales: scales_at,
@@ -645,7 +672,7 @@ impl<'a> Upload<'a> {
         });
         let values = numbers.par_chunks_exact(head).flat_map(|head| head[d.nope_dim * d.kv_rank..].par_iter());
         let values: Vec<bf16> = values.map(|x| bf16::from_f32(*x)).collect();
-        self.done += 2 * numbers.len();
+        self.done += weight.format.bytes(slice.rows.len(), weight.cols, weight.parts[0].dtype.bytes()) as usize;
         self.host_rows(&keys, &pair.keys)?;
         self.host_rows(&values, &pair.values)
     }
@@ -682,9 +709,11 @@ impl<'a> Upload<'a> {
         Ok(())
     }
 
-    fn finish(mut self) -> Result<()> {
+    /// Waits; bytes that were read.
+    fn finish(mut self) -> Result<usize> {
         self.flush()?;
-        self.gpu.synchronize()
+        self.gpu.synchronize()?;
+        Ok(self.done)
     }
 }
 
@@ -729,6 +758,7 @@ impl Repack {
             Repack::Plain(p) => gpu.launch(&kernels.repack, grid(p.k_blocks * 16, p.rows), p),
             Repack::Fp8(p) => gpu.launch(&kernels.repack_fp8, grid(p.k_blocks * 4, p.rows), p),
             Repack::Int4(p) => gpu.launch(&kernels.repack_int4, grid((p.k_blocks + 1) / 2 * 8, p.rows), p),
+            Repack::Quantise(p) => gpu.launch(&kernels.quantise_fp8, grid(p.k_blocks * 32, p.rows / 8), p),
         }
     }
 }

@@ -22,6 +22,9 @@ pub enum Format {
     Int4(Block),
 }
 
+/// What `--fp8-dense` makes of plain matrices: the smallest blocks that kernels have.
+pub const FP8_DENSE: Format = Format::Fp8(Block { rows: 8, cols: Some(32) });
+
 /// The numbers that share a scale; blocks at the ends may be smaller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Block {
