@@ -2,35 +2,22 @@
 //! What is compared: logits with the f32 reference, widths, chunks and graphs with each other to the bit, and whole answers.
 #[path = "support/drafter.rs"]
 mod drafter;
+#[path = "support/shim.rs"]
+mod shim;
 mod support;
 
 use drafter::tiny_llama_drafter;
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::rc::Rc;
-use std::sync::OnceLock;
+use std::path::Path;
 use volley::cmd::bench::token_ids;
 use volley::cmd::{check, doctor};
 use volley::cpu::Reference;
 use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling, Sequence, MAX_DRAFTS};
-use volley::gpu::device::Gpu;
 use volley::gpu::machine::{Machine, Options};
-use volley::gpu::shim::Shim;
 use volley::gpu::weights::Source;
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
 use volley::model::plan::{Owner, Pass, Step};
 use volley::model::weights::{claim, Table, Weights};
-
-/// Built once per test run.
-fn library() -> &'static Path {
-    static PATH: OnceLock<PathBuf> = OnceLock::new();
-    PATH.get_or_init(|| {
-        let out = Command::new("scripts/shim.sh").output().expect("scripts/shim.sh runs");
-        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-        PathBuf::from(String::from_utf8(out.stdout).expect("a path").lines().last().expect("a path"))
-    })
-}
 
 fn model(name: &str) -> (Config, Weights) {
     open(&Path::new("tests/data/tiny").join(name))
@@ -46,7 +33,7 @@ fn open(dir: &Path) -> (Config, Weights) {
 
 fn machine_with(name: &str, fail_capture: fn(Pass) -> bool) -> Machine {
     let (config, weights) = model(name);
-    let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+    let gpu = shim::gpu();
     let options = Options { context: 200, drafter: None, ngram: false, require_graphs: false, fail_capture };
     Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap()
 }
@@ -180,7 +167,7 @@ fn qwen3() {
 #[test]
 fn o20_require_graphs_refuses() {
     let (config, weights) = model("llama");
-    let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+    let gpu = shim::gpu();
     let options = Options {
         context: 200,
         drafter: None,
@@ -200,7 +187,7 @@ fn checks_of_doctor_hold_and_can_fail() {
     doctor::SHAPES[2].write(dir.path()).unwrap();
     let (config, weights) = open(dir.path());
     let ids = token_ids(check::STEP_ROWS, config.vocab);
-    let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+    let gpu = shim::gpu();
     let options = Options { context: 200, drafter: None, ngram: false, require_graphs: true, fail_capture: |_| false };
     let mut m = Machine::new(gpu, config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     let hold = |held: anyhow::Result<String>| println!("{}", held.unwrap_or_else(|e| panic!("{e:#}")));
@@ -249,7 +236,7 @@ fn drafters_compute_what_the_reference_computes() {
     for norms in [false, true] {
         let (config, weights) = model("llama");
         let drafter = || Some(tiny_llama_drafter(&config, &weights, norms));
-        let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+        let gpu = shim::gpu();
         let options = Options { context: 200, drafter: drafter(), ngram: true, require_graphs: false, fail_capture: |_| false };
         let mut m = Machine::new(gpu, config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
         let (drafter, again) = (drafter(), model("llama"));
@@ -288,7 +275,7 @@ fn drafters_compute_what_the_reference_computes() {
 #[test]
 fn drafts_change_the_passes_and_not_the_text() {
     let (config, weights) = model("llama");
-    let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+    let gpu = shim::gpu();
     let drafter = Some(tiny_llama_drafter(&config, &weights, true));
     let options = Options { context: 200, drafter, ngram: true, require_graphs: false, fail_capture: |_| false };
     let mut m = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();

@@ -8,6 +8,8 @@ mod experts;
 mod quantised;
 #[path = "support/ranks.rs"]
 mod ranks;
+#[path = "support/shim.rs"]
+mod shim;
 mod support;
 
 use drafter::tiny_llama_drafter;
@@ -15,18 +17,16 @@ use experts::write_tiny8;
 use quantised::Scheme;
 use ranks::{compute_alike, ids, open, tiny3, tiny8};
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::rc::Rc;
-use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::sync::{Mutex, MutexGuard};
+use std::thread;
+use std::time::{Duration, Instant};
 use volley::cmd::check;
 use volley::cpu::Reference;
 use volley::decode::{Backend, Drafting, Engine, Event, Flow, Limits, Request, Sampling};
 use volley::error;
 use volley::gpu::comm::{self, Algorithm, Fault, FaultKind};
-use volley::gpu::device::Gpu;
 use volley::gpu::links::{Collectives, Measure};
-use volley::gpu::ranks::{Conductor, Setup};
-use volley::gpu::shim::Shim;
+use volley::gpu::ranks::{Conductor, LastResort, Setup};
 use volley::gpu::weights::{Layout, Source};
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
@@ -151,33 +151,19 @@ fn tokens_are_shared_in_whole_tiles() {
     assert_eq!(vocab_rows(64, 0, 3), None);
 }
 
-/// Built once per test run.
-fn library() -> &'static Path {
-    static PATH: OnceLock<PathBuf> = OnceLock::new();
-    PATH.get_or_init(|| {
-        let out = Command::new("scripts/shim.sh").output().expect("scripts/shim.sh runs");
-        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-        PathBuf::from(String::from_utf8(out.stdout).expect("a path").lines().last().expect("a path"))
-    })
-}
-
 /// Tests with kernels run one after the other: the shim runs one at a time anyway, and some look at the clock.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
-    library();
+    shim::library();
     ALONE.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-fn shim() -> Gpu {
-    Gpu::new(Rc::new(Shim::open(library()).unwrap()))
-}
-
 fn setup(dir: &Path, count: usize) -> Setup {
-    ranks::setup(|_| Ok(shim()), 1, dir, count, None, 200)
+    ranks::setup(|_| Ok(shim::gpu()), 1, dir, count, None, 200)
 }
 
 fn conductor(dir: &Path, count: usize) -> Conductor {
-    Conductor::new(setup(dir, count), shim(), &mut |_, _| {}).unwrap()
+    Conductor::new(setup(dir, count), shim::gpu(), &mut |_, _| {}).unwrap()
 }
 
 #[test]
@@ -202,6 +188,13 @@ fn two_ranks_hold_every_check() {
         });
         let (drafted, plain) = answers.split_at_mut(1);
         assert_eq!((drafted[0].len(), &drafted[0]), (12, &plain[0]), "{sampling:?}");
+        // Case O24: Ctrl-C ends an answer, with a pass under way, and the next one is whole.
+        engine.clear();
+        let stop = &mut |event: Event| if let Event::Tokens(_) = event { Flow::Stop { keep: 1 } } else { Flow::Go };
+        let stopped = engine.generate(&request, stop).unwrap().tokens;
+        engine.clear();
+        let again = engine.generate(&request, &mut |_: Event| Flow::Go).unwrap().tokens;
+        assert!(stopped == plain[0][..1] && again == plain[0], "{sampling:?}: {stopped:?}, {again:?}");
     }
     assert_eq!(engine.counters().eager, 0);
 }
@@ -225,7 +218,7 @@ fn drafts_change_the_passes_and_not_the_text() {
     let (config, weights) = open(dir.path());
     let mut setup = setup(dir.path(), 2);
     setup.options.drafter = Some(tiny_llama_drafter(&config, &weights, false));
-    let mut conductor = Conductor::new(setup, shim(), &mut |_, _| {}).unwrap();
+    let mut conductor = Conductor::new(setup, shim::gpu(), &mut |_, _| {}).unwrap();
     println!("{}", conductor.each("check", |m| check::speculation(m, &ids(40), 5, true)).unwrap()[0]);
 }
 
@@ -242,7 +235,7 @@ fn a_wrong_algorithm_is_left_out() {
             let link = comm::Options { fault, ..Default::default() };
             setup.collectives = Collectives { measure: Measure::Anew, link, ..Default::default() };
         }
-        let conductor = Conductor::new(setup, shim(), &mut |_, _| {}).unwrap();
+        let conductor = Conductor::new(setup, shim::gpu(), &mut |_, _| {}).unwrap();
         let failed: Vec<Algorithm> = conductor.links.failed.iter().map(|f| f.algorithm).collect();
         assert_eq!(failed, if fault.is_some() { vec![Algorithm::Push] } else { vec![] });
         Engine::new(Box::new(conductor), Drafting::default()).unwrap().generate(&request, &mut |_: Event| Flow::Go).unwrap().tokens
@@ -259,7 +252,7 @@ fn ranks_read_their_parts() {
     let config = Config::open(dir.path()).unwrap();
     let checkpoint = Checkpoint::open(dir.path(), Read::Mmap).unwrap();
     let weights = claim(&Table::builtin().unwrap(), &config, &checkpoint).unwrap();
-    let gpu = shim();
+    let gpu = shim::gpu();
     let kernels = volley::gpu::kernels::Kernels::load(&gpu).unwrap();
     for rank in 0..2 {
         let ranks = Ranks { rank, count: 2 };
@@ -280,38 +273,69 @@ fn o22_one_rank_fails() {
     let dir = tempfile::tempdir().unwrap();
     tiny8().write(dir.path());
     // Loading takes most of the time here: tests/gpu.rs holds it to 10 s.
-    let check = |e: anyhow::Error, words: &[&str], start: std::time::Instant| {
+    let check = |e: anyhow::Error, words: &[&str], start: Instant| {
         let line = format!("{e:#}");
         assert!(start.elapsed().as_secs() < 60, "{line} after {:?}", start.elapsed());
         assert_eq!(error::exit_code(&e), error::MACHINE, "{line}");
         assert!(words.iter().all(|word| line.contains(word)) && !line.contains('\n'), "{line}");
     };
     // During load, before and in the first pass.
-    let start = std::time::Instant::now();
+    let start = Instant::now();
     let broken = Setup { open: Box::new(|_| Err(error::machine("it fell off the bus"))), ..setup(dir.path(), 2) };
-    check(Conductor::new(broken, shim(), &mut |_, _| {}).err().unwrap(), &["rank 1 (GPU 0), load", "fell off the bus"], start);
-    let start = std::time::Instant::now();
+    check(Conductor::new(broken, shim::gpu(), &mut |_, _| {}).err().unwrap(), &["rank 1 (GPU 0), load", "fell off the bus"], start);
+    let start = Instant::now();
     let link = comm::Options { fault: Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0, only: None }), ..Default::default() };
     let silent = Setup { collectives: Collectives { link, ..Default::default() }, ..setup(dir.path(), 2) };
-    let error = Conductor::new(silent, shim(), &mut |_, _| {}).err().unwrap();
+    let error = Conductor::new(silent, shim::gpu(), &mut |_, _| {}).err().unwrap();
     check(error, &["rank 0 (GPU 0), load", "no data from rank 1", "layers.0.o"], start);
-    let start = std::time::Instant::now();
+    let start = Instant::now();
     let mut refused = setup(dir.path(), 2);
     refused.options.fail_capture = |pass| pass == Pass::Verify { width: 3 };
-    check(Conductor::new(refused, shim(), &mut |_, _| {}).err().unwrap(), &["(GPU 0), load", "capture", "Verify { width: 3 }"], start);
+    check(Conductor::new(refused, shim::gpu(), &mut |_, _| {}).err().unwrap(), &["(GPU 0), load", "capture", "Verify { width: 3 }"], start);
 
     // In the middle of an answer: its thread ends, and the others wait in vain.
     let mut both = conductor(dir.path(), 2);
     both.begin(&ids(20), 0, &Sampling::default(), &Limits { end_ids: vec![], max_tokens: 100, context: 200 }).unwrap();
     both.prefill(&ids(19)).unwrap();
-    let start = std::time::Instant::now();
+    let start = Instant::now();
     let error = both.each("step 10", |machine| match machine.ranks().rank {
         1 => Err(error::machine("killed")),
         _ => machine.verify(1).and_then(|()| machine.record()),
     });
     check(error.err().unwrap(), &["rank 1 (GPU 0), step 10, pass", "killed"], start);
-    let start = std::time::Instant::now();
+    let start = Instant::now();
     check(both.verify(1).and_then(|()| both.record()).err().unwrap(), &["failed"], start);
     drop(both);
     assert!(start.elapsed().as_secs() < 2, "the end took {:?}", start.elapsed());
+}
+
+/// When a rank has failed and the caller hangs in a call, as it may in the driver's, the last resort has the line.
+#[test]
+fn a_caller_that_hangs_is_not_waited_for() {
+    static SAID: Mutex<Option<String>> = Mutex::new(None);
+    let said = || SAID.lock().unwrap().clone();
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    tiny8().write(dir.path());
+    let end = |error: &anyhow::Error| -> ! {
+        *SAID.lock().unwrap() = Some(format!("{} {error:#}", error::exit_code(error)));
+        loop {
+            thread::park();
+        }
+    };
+    let hasty = Setup { last_resort: LastResort { after: Duration::from_millis(100), end }, ..setup(dir.path(), 2) };
+    let mut both = Conductor::new(hasty, shim::gpu(), &mut |_, _| {}).unwrap();
+    assert_eq!(said(), None);
+    let start = Instant::now();
+    let late = both.each("step 3", move |machine| {
+        if machine.ranks().rank == 1 {
+            return Err(error::machine("killed"));
+        }
+        while said().is_none() && start.elapsed() < Duration::from_secs(20) {
+            thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    });
+    assert!(late.is_err());
+    assert!(said().is_some_and(|line| line.starts_with("3 rank 1 (GPU 0), step 3, pass ") && line.ends_with(": killed")), "{:?}", said());
 }

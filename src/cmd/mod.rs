@@ -15,7 +15,7 @@ use crate::decode::{Backend, Drafting, Engine, Sampling};
 use crate::error;
 pub use crate::gpu::comm::Algorithm;
 use crate::gpu::links::{self, Collectives, Measure};
-use crate::gpu::ranks::{Conductor, Setup};
+use crate::gpu::ranks::{Conductor, LastResort, Setup};
 use crate::gpu::{self, comm, machine, nccl, params::COMM_MAX_RANKS, weights::Source};
 use crate::model::checkpoint::{Checkpoint, Dtype, Read};
 use crate::model::config::Config;
@@ -365,7 +365,14 @@ fn setup(options: &ModelOptions, gpus: Vec<usize>, config: Config, weights: Opti
         link: comm::Options::default(),
     };
     let places = gpus.clone();
-    Setup { gpus, open: Box::new(move |rank| gpu::open(places[rank])), collectives, config, weights, options: machine }
+    let last_resort = LastResort {
+        after: Duration::from_secs(4),
+        end: |error| {
+            tell(format_args!("error: {error:#}"));
+            signal::leave(error::exit_code(error))
+        },
+    };
+    Setup { gpus, open: Box::new(move |rank| gpu::open(places[rank])), collectives, config, weights, options: machine, last_resort }
 }
 
 fn model_dir(options: &ModelOptions) -> Result<PathBuf> {

@@ -30,6 +30,8 @@ pub trait Driver {
     fn replay(&self, graph: u64) -> Result<()>;
     fn destroy_graph(&self, graph: u64);
     fn synchronize(&self) -> Result<()>;
+    /// Whether the stream has done all; waits for nothing.
+    fn is_idle(&self) -> Result<bool>;
     fn create_event(&self) -> Result<u64>;
     fn record_event(&self, event: u64) -> Result<()>;
     fn wait_event(&self, event: u64) -> Result<()>;
@@ -174,6 +176,10 @@ impl Gpu {
 
     pub fn synchronize(&self) -> Result<()> {
         self.driver.synchronize()
+    }
+
+    pub fn is_idle(&self) -> Result<bool> {
+        self.driver.is_idle()
     }
 
     pub fn reach(&self, ordinal: usize) -> Result<()> {

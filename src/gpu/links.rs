@@ -205,7 +205,7 @@ pub fn settle(link: &mut Link, collectives: &Collectives, hidden: usize) -> Resu
         let is_ready = match needs_nccl {
             false => true,
             true => match open_nccl(link, collectives)? {
-                Ok(library) => link.attach_nccl(&library, &sizes(), hidden).is_ok(),
+                Ok(library) => link.attach_nccl(&library, Algorithm::Nccl, &sizes(), hidden).is_ok(),
                 Err(_) => false,
             },
         };
@@ -226,7 +226,7 @@ pub fn settle(link: &mut Link, collectives: &Collectives, hidden: usize) -> Resu
         if !link.shared {
             match open_nccl(link, collectives)? {
                 Ok(library) => {
-                    let attached = link.attach_nccl(&library, &sizes(), hidden);
+                    let attached = link.attach_nccl(&library, Algorithm::Nccl, &sizes(), hidden);
                     found.failed.extend(attached.err().map(|e| Failed { algorithm: Algorithm::Nccl, why: format!("{e:#}") }));
                 }
                 Err(e) if collectives.nccl.is_some() => return Err(e),
@@ -252,7 +252,7 @@ pub fn settle(link: &mut Link, collectives: &Collectives, hidden: usize) -> Resu
     match *algorithm {
         Some(algorithm) => {
             if algorithm.needs_nccl() {
-                link.attach_nccl(&open_nccl(link, collectives)??, &sizes(), hidden)?;
+                link.attach_nccl(&open_nccl(link, collectives)??, algorithm, &sizes(), hidden)?;
             }
             link.choose(
                 sizes().into_iter().map(|rows| (rows, Choice { algorithm, blocks: link.blocks(algorithm, rows, hidden) })).collect(),
@@ -637,14 +637,20 @@ impl Bench<'_> {
             *ms = gpu.time(|| gpu.replay(&many))? as f64;
         }
         times.sort_by(f64::total_cmp);
-        let verdict = link.check().map_or_else(|e| Verdict::GaveUp(format!("{e:#}")), |()| Verdict::Right);
+        let verdict = self.waited().unwrap_or(Verdict::Right);
         self.slowest(verdict, times[REPLAYS / 2] * 1e3 / calls)
+    }
+
+    /// What this rank waited for in vain.
+    fn waited(&self) -> Option<Verdict> {
+        let error = self.link.check().err()?;
+        Some(Verdict::GaveUp(self.link.gave_up_in(), format!("{error:#}")))
     }
 
     /// Of x after one call.
     fn verdict(&self, n: usize) -> Result<Verdict> {
-        if let Err(e) = self.link.check() {
-            return Ok(Verdict::GaveUp(format!("{e:#}")));
+        if let Some(gave_up) = self.waited() {
+            return Ok(gave_up);
         }
         let found: Vec<f32> = self.link.gpu().download(self.x.at(0), n)?;
         let is_wrong = |i: &usize| found[*i].to_bits() != self.expected[*i].to_bits();
@@ -662,16 +668,17 @@ impl Bench<'_> {
         let all = gathered(self.link, &(verdict, us))?;
         let slowest = all.iter().fold(0f64, |most, (_, us)| most.max(*us));
         Ok(match all.into_iter().map(|(verdict, _)| verdict).min() {
-            Some(Verdict::GaveUp(why) | Verdict::Wrong(why)) => Err(why),
+            Some(Verdict::GaveUp(_, why) | Verdict::Wrong(why)) => Err(why),
             _ => Ok(slowest),
         })
     }
 }
 
-/// What one rank says. The least of all ranks' counts: sums are wrong on others after one rank gave up.
+/// What one rank says. The least of all ranks' counts: sums are wrong on others after one rank gave up, and who waits for finished sums waits for a rank that waits itself.
 #[derive(PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 enum Verdict {
-    GaveUp(String),
+    /// In which phase of the collective, and the whole line.
+    GaveUp(i32, String),
     Wrong(String),
     Right,
 }

@@ -38,7 +38,7 @@ const CATCH_UP_ROWS: usize = PREFILL_ROWS[0];
 const STATE_BYTES: usize = std::mem::size_of::<State>();
 
 /// A pass that gives no record for this long has hung.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(6);
 
 #[derive(Clone)]
 pub struct Options {
@@ -115,8 +115,21 @@ impl Machine {
         let require_graphs = options.require_graphs;
         let fail_capture = options.fail_capture;
         let mut machine = Machine::build(gpu, &mut link, config, source, options, progress).inspect_err(|e| fail(&link, e))?;
-        machine.capture(require_graphs, fail_capture).inspect_err(|e| fail(&machine.link, e)).context("capture")?;
-        Ok(machine)
+        let captured = machine.capture(require_graphs, fail_capture).inspect_err(|e| fail(&machine.link, e)).context("capture");
+        match captured {
+            Ok(()) => Ok(machine),
+            Err(e) if machine.link.is_none() => Err(e),
+            Err(e) => {
+                machine.abandon();
+                Err(e)
+            }
+        }
+    }
+
+    /// Leaves everything to the end of the process, which is near: after the failure of one of several ranks a call that frees memory may wait, in the driver, for a
+    /// kernel of any GPU that reaches it.
+    pub(super) fn abandon(self) {
+        std::mem::forget(self);
     }
 
     /// Everything but the graphs. The link stays where it is until nothing can fail.
@@ -480,7 +493,7 @@ impl Machine {
             let waited = start.elapsed();
             self.check_link()?;
             if waited > PATIENCE {
-                self.gpu.synchronize()?;
+                self.gpu.is_idle()?; // an error says what stopped it
                 return Err(machine(format!("{} gave no result of pass {pass} in {} s", self.gpu.info().name, PATIENCE.as_secs())));
             }
             // A pass takes tens of microseconds at least: after a short spin the core is given back.

@@ -169,6 +169,10 @@ impl Driver for Shim {
         Ok(())
     }
 
+    fn is_idle(&self) -> Result<bool> {
+        Ok(true)
+    }
+
     fn create_event(&self) -> Result<u64> {
         let mut state = self.state.borrow_mut();
         state.events.push(None);

@@ -3,12 +3,13 @@
 use crate::support::T0;
 use serde_json::json;
 use std::path::Path;
+use std::time::Duration;
 use volley::cmd::check;
 use volley::cpu::Reference;
 use volley::gpu::device::Gpu;
 use volley::gpu::links::Collectives;
 use volley::gpu::machine::Options;
-use volley::gpu::ranks::{Conductor, Setup};
+use volley::gpu::ranks::{Conductor, LastResort, Setup};
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
 use volley::model::draft::DraftModel;
@@ -57,6 +58,13 @@ pub fn setup(
         config,
         weights: Some(weights),
         options,
+        last_resort: LastResort {
+            after: Duration::from_secs(30), // kernels on the CPU are slow
+            end: |error| {
+                eprintln!("nobody came for the error: {error:#}");
+                std::process::abort()
+            },
+        },
     }
 }
 
