@@ -116,6 +116,9 @@ macro_rules! command {
             /// how ranks add up what each has: auto, push, pull, two-shot, nccl or nccl-allreduce (default: auto, what is fastest and right at start)
             #[argh(option, default = "Collective(None)")]
             collective: Collective,
+            /// whether ranks divide attention: auto, split or whole (default: auto, which is split unless a sum over ranks takes longer than reading all of it)
+            #[argh(option, default = "Attention(None)")]
+            attention: Attention,
             /// the NCCL library (default: libnccl.so.2 where the system looks)
             #[argh(option)]
             nccl: Option<PathBuf>,
@@ -160,6 +163,7 @@ macro_rules! command {
                     tp: self.tp,
                     ranks_per_gpu: self.ranks_per_gpu,
                     collective: self.collective.0,
+                    whole_attention: self.attention.0,
                     nccl: self.nccl.clone(),
                     require_p2p: self.require_p2p,
                     require_graphs: self.require_graphs,
@@ -451,6 +455,21 @@ impl FromStr for Collective {
             ("auto", _) => Ok(Collective(None)),
             (_, Some((_, algorithm))) => Ok(Collective(Some(algorithm))),
             _ => Err(format!("expected auto or one of {}", Algorithm::NAMES.map(|(name, _)| name).join(", "))),
+        }
+    }
+}
+
+/// None: auto.
+struct Attention(Option<bool>);
+
+impl FromStr for Attention {
+    type Err = String;
+    fn from_str(word: &str) -> Result<Attention, String> {
+        match word {
+            "auto" => Ok(Attention(None)),
+            "split" => Ok(Attention(Some(false))),
+            "whole" => Ok(Attention(Some(true))),
+            _ => Err("expected auto, split or whole".into()),
         }
     }
 }

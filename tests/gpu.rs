@@ -181,7 +181,7 @@ fn o22_ranks_fail_in_time() {
         let (start, error) = fail(dir.path(), fault);
         let (line, took) = (format!("{error:#}"), start.elapsed());
         println!("after {took:.2?}: {line}");
-        assert!(took.as_secs() < 10 && error::exit_code(&error) == error::MACHINE, "{line}");
+        assert!(took < end_bound() && error::exit_code(&error) == error::MACHINE, "{line}");
         assert!(named_in(fault).iter().all(|word| line.contains(word)) && !line.contains('\n'), "{line}");
     }
 }
@@ -227,8 +227,13 @@ fn failing_process() {
     tiny8().write(dir.path());
     let (start, error) = fail(dir.path(), FAULTS.into_iter().find(|f| *f == fault).expect("a fault"));
     eprintln!("error: {error:#}");
-    assert!(start.elapsed().as_secs() < 10, "the end took {:?}", start.elapsed());
+    assert!(start.elapsed() < end_bound(), "the end took {:?}", start.elapsed());
     signal::leave(error::exit_code(&error));
+}
+
+/// The shim alone waits 20 s for launches that do not come.
+fn end_bound() -> Duration {
+    Duration::from_secs(if under_shim() { 100 } else { 10 })
 }
 
 const FAULTS: [&str; 5] = ["load", "capture", "step", "skip", "silent"];
@@ -898,6 +903,7 @@ fn session(dir: &Path, drafter: bool, ngram: bool, draft_tokens: Option<usize>) 
         tp: None,
         ranks_per_gpu: 1,
         collective: None,
+        whole_attention: None,
         nccl: None,
         require_p2p: false,
         require_graphs: true,

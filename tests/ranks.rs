@@ -35,8 +35,17 @@ use volley::model::plan::{Pass, Ranks, Step};
 use volley::model::weights::{claim, vocab_rows, Table};
 
 fn reference(dir: &Path, count: usize) -> Reference {
+    reference_of(dir, Ranks::new(count - 1, count))
+}
+
+fn reference_of(dir: &Path, ranks: Ranks) -> Reference {
     let (config, weights) = open(dir);
-    Reference::of_ranks(config, weights, 200, None, false, Ranks { rank: count - 1, count }).unwrap()
+    Reference::of_ranks(config, weights, 200, None, false, ranks).unwrap()
+}
+
+/// As the last of `count` ranks that all have the whole attention.
+fn whole_attention(count: usize) -> Ranks {
+    Ranks { whole_attention: true, ..Ranks::new(count - 1, count) }
 }
 
 /// Residual streams after each layer and logits of a prompt and a pass of four rows.
@@ -69,8 +78,8 @@ fn ranks_compute_what_one_computes() {
         let one = observe(&mut reference(dir.path(), 1));
         let sampled = Sampling { temperature: 0.8, top_p: 0.9, seed: 3, ..Sampling::default() };
         let answers = [Sampling::default(), sampled].map(|sampling| (answer(reference(dir.path(), 1), &sampling), sampling));
-        for &count in counts {
-            let many = observe(&mut reference(dir.path(), count));
+        for ranks in counts.iter().flat_map(|&count| [Ranks::new(count - 1, count), whole_attention(count)]) {
+            let (count, many) = (ranks.count, observe(&mut reference_of(dir.path(), ranks)));
             for (what, one, many) in [("hidden states", &one.0, &many.0), ("logits", &one.1, &many.1)] {
                 assert_eq!(one.len(), many.len(), "{what} of {count} ranks");
                 let spread = one.iter().fold(0f32, |m, x| m.max(x.abs()));
@@ -78,7 +87,7 @@ fn ranks_compute_what_one_computes() {
                 assert!(spread > 1.0 && worst < 1e-5 * spread, "{what} of {count} ranks: off by {worst}, up to {spread}");
             }
             for (expected, sampling) in &answers {
-                assert_eq!(answer(reference(dir.path(), count), sampling), *expected, "{count} ranks, {sampling:?}");
+                assert_eq!(answer(reference_of(dir.path(), ranks), sampling), *expected, "{ranks:?}, {sampling:?}");
             }
         }
     }
@@ -102,8 +111,8 @@ fn ranks_of_models_with_experts_compute_what_one_computes() {
     {
         let vocab = Config::open(&dir).unwrap().vocab as u32;
         let tokens: Vec<u32> = ids(20).into_iter().map(|id| id % vocab).collect();
-        let logits = |count: usize| {
-            let mut reference = reference(&dir, count);
+        let logits = |ranks: Ranks| {
+            let mut reference = reference_of(&dir, ranks);
             reference.run(Pass::Prefill { rows: 64 }, &tokens[..13], 0, &mut |_, _, _| {}).unwrap();
             reference.run(Pass::Verify { width: 7 }, &tokens[13..], 13, &mut |_, _, _| {}).unwrap();
             reference.logits(7).to_vec()
@@ -114,24 +123,26 @@ fn ranks_of_models_with_experts_compute_what_one_computes() {
             let drafter = drafts.map(|_| DraftModel::mtp(&Table::builtin().unwrap(), &config, &weights, &checkpoint).unwrap());
             drafter.iter().for_each(|drafter| drafter.weights.load(&mut |_, _| {}).unwrap());
             let drafting = Drafting { eagle: drafter.is_some(), fixed: drafts, ..Drafting::default() };
-            let reference = Reference::of_ranks(config, weights, 200, drafter, false, Ranks { rank: 0, count }).unwrap();
+            let reference = Reference::of_ranks(config, weights, 200, drafter, false, Ranks::new(0, count)).unwrap();
             let mut engine = Engine::new(Box::new(reference), drafting).unwrap();
             let sampling = Sampling { temperature: 2.0, seed: 5, ..Sampling::default() };
             let request = Request { prompt: &tokens, sampling: &sampling, end_ids: &[], max_tokens: Some(24) };
             engine.generate(&request, &mut |_: Event| Flow::Go).unwrap().tokens
         };
-        let (one, expected) = (logits(1), text(1, None));
+        let (one, expected) = (logits(Ranks::ONE), text(1, None));
         let spread = one.iter().fold(0f32, |m, x| m.max(x.abs()));
         let drafts = (Config::open(&dir).unwrap().n_mtp_layers > 0).then_some(3);
         for &count in counts {
-            let worst = one.iter().zip(logits(count)).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
-            assert!(spread > 0.5 && worst < 1e-5 * spread, "{} on {count} ranks: off by {worst}, up to {spread}", dir.display());
+            for ranks in [Ranks::new(count - 1, count), whole_attention(count)] {
+                let worst = one.iter().zip(logits(ranks)).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
+                assert!(spread > 0.5 && worst < 1e-5 * spread, "{} on {ranks:?}: off by {worst}, up to {spread}", dir.display());
+            }
             assert_eq!(text(count, None), expected, "{} on {count} ranks", dir.display());
             assert_eq!(text(count, drafts), expected, "{} on {count} ranks, {drafts:?} drafts", dir.display());
         }
     }
     let (config, weights) = open(&tiny("dsv3_fp8"));
-    let error = Reference::of_ranks(config, weights, 200, None, false, Ranks { rank: 0, count: 2 })
+    let error = Reference::of_ranks(config, weights, 200, None, false, Ranks::new(0, 2))
         .and_then(|mut reference| reference.run(Pass::Verify { width: 1 }, &[7], 0, &mut |_, _, _| {}));
     assert!(format!("{:#}", error.unwrap_err()).contains("cuts no block (fp8 e4m3 in blocks of 128 x 128)"));
 }
@@ -209,6 +220,26 @@ fn three_and_eight_ranks_compute_alike() {
     }
 }
 
+/// Attention whole on every rank: one sum a layer, and heads need not divide.
+#[test]
+fn ranks_with_all_of_attention_hold_every_check() {
+    let _alone = alone();
+    for (t0, count) in [(tiny8(), 2), (tiny8().set("num_attention_heads", 3).set("num_key_value_heads", 1).set("attention_bias", true), 4)]
+    {
+        let dir = tempfile::tempdir().unwrap();
+        t0.write(dir.path());
+        let mut whole = setup(dir.path(), count);
+        whole.collectives.whole_attention = Some(true);
+        let mut conductor = Conductor::new(whole, shim::gpu(), &mut |_, _| {}).unwrap();
+        assert!(conductor.first().ranks().whole_attention);
+        compute_alike("whole attention", &mut conductor, dir.path());
+        let hold = |held: anyhow::Result<Vec<String>>| println!("{}", held.unwrap_or_else(|e| panic!("{e:#}"))[0]);
+        hold(conductor.each("check", |m| check::widths(m, &ids(72))));
+        hold(conductor.each("check", |m| check::chunks(m, &ids(20))));
+        hold(conductor.each("check", |m| check::speculation(m, &ids(40), 6, false)));
+    }
+}
+
 /// The drafter is whole on every rank and reads features that all have alike.
 #[test]
 fn drafts_change_the_passes_and_not_the_text() {
@@ -255,7 +286,7 @@ fn ranks_read_their_parts() {
     let gpu = shim::gpu();
     let kernels = volley::gpu::kernels::Kernels::load(&gpu).unwrap();
     for rank in 0..2 {
-        let ranks = Ranks { rank, count: 2 };
+        let ranks = Ranks::new(rank, 2);
         let plan = volley::model::plan::target(&config, Pass::Verify { width: 1 }, ranks, &[]).unwrap();
         let layout = Layout::of(&[&plan], config.vocab, Vec::new());
         layout.place(&gpu, &kernels, &Source::Checkpoint(&weights), None, ranks, &mut |_, _| {}).unwrap();

@@ -71,6 +71,8 @@ pub struct ModelOptions {
     pub ranks_per_gpu: usize,
     /// None: what is fastest at start.
     pub collective: Option<Algorithm>,
+    /// Whether every rank has all of attention; None: where that is faster.
+    pub whole_attention: Option<bool>,
     /// The NCCL library; None: where the system finds it.
     pub nccl: Option<PathBuf>,
     /// An error instead of a slower way where GPUs do not reach each other's memory.
@@ -171,7 +173,7 @@ impl Model {
         cpu::compute_on_this_thread();
         // Before anything is read: a machine that cannot run it says so at once.
         let gpus = rank_gpus(options)?;
-        let ranks = Ranks { rank: 0, count: gpus.len() };
+        let ranks = Ranks { whole_attention: options.whole_attention == Some(true), ..Ranks::new(0, gpus.len()) };
         let gpu = match options.device {
             Device::Cpu if ranks.count > 1 => bail!("--device cpu: {} ranks are asked for, the CPU backend is one", ranks.count),
             Device::Cpu => Err("it was asked for".to_string()),
@@ -199,7 +201,7 @@ impl Model {
             None => Dtype::Bf16,
         };
 
-        let decode = plan::target(&config, Pass::Verify { width: 1 }, ranks, &[])?;
+        let mut decode = plan::target(&config, Pass::Verify { width: 1 }, ranks, &[])?;
         let (storage, most_kv) = match &gpu {
             Ok(gpu) => (machine::STORAGE, gpu.memory()?.1 as u64 / 8 / options.ranks_per_gpu as u64),
             Err(_) => (Storage { weight: dtype.bytes(), ..cpu::STORAGE }, DEFAULT_KV_BYTES),
@@ -263,7 +265,9 @@ impl Model {
                     if verbose {
                         let known = if found.cached { " (measured before)" } else { "" };
                         found.tuned.iter().for_each(|tuned| tell(format_args!("sums of {tuned}{known}")));
+                        found.attention.iter().for_each(|attention| tell(format_args!("attention: {attention}")));
                     }
+                    decode = plan::target(&config, Pass::Verify { width: 1 }, conductor.first().ranks(), &[])?;
                     (Box::new(conductor), timings)
                 } else {
                     let machine = machine::Machine::new(gpu, config.clone(), source, machine_options, &mut progress)?;
@@ -359,6 +363,7 @@ fn setup(options: &ModelOptions, gpus: Vec<usize>, config: Config, weights: Opti
     }
     let collectives = Collectives {
         algorithm: options.collective,
+        whole_attention: options.whole_attention,
         nccl: options.nccl.clone(),
         require_p2p: options.require_p2p,
         measure: links::cache_path().map_or(Measure::Anew, Measure::Cached),

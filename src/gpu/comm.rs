@@ -7,6 +7,7 @@ use super::device::{Gpu, Kernel, Launch, Memory, Params, Pinned};
 use super::nccl;
 use super::params::*;
 use crate::error::{internal, machine};
+use crate::model::plan::Ranks;
 use anyhow::{bail, ensure, Context, Result};
 use bytemuck::Zeroable;
 use std::cell::RefCell;
@@ -248,6 +249,8 @@ pub struct Link {
     comm: CommRanks,
     /// Ranks share a GPU: kernels start when the one before has ended, on few blocks, so that the others' kernels find room.
     pub shared: bool,
+    /// As in model::plan::Ranks.
+    pub whole_attention: bool,
     options: Options,
     /// (largest number of rows, choice), ascending. The last counts for all that is larger.
     choices: RefCell<Vec<(usize, Choice)>>,
@@ -346,6 +349,7 @@ impl Link {
             comm,
             shared: (1..ranks).any(|r| places[..r].iter().any(|p| p.bus_id == places[r].bus_id)),
             places,
+            whole_attention: false,
             options,
             choices: RefCell::default(),
             nccl: None,
@@ -387,6 +391,11 @@ impl Link {
 
     pub fn ranks(&self) -> usize {
         self.places.len()
+    }
+
+    /// How the model is divided.
+    pub fn as_ranks(&self) -> Ranks {
+        Ranks { rank: self.rank, count: self.ranks(), whole_attention: self.whole_attention }
     }
 
     /// Ranks on this rank's GPU.

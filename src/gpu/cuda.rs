@@ -113,6 +113,7 @@ impl Cuda {
         let n_sms = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
         let clock_mhz = attribute(CU_DEVICE_ATTRIBUTE_CLOCK_RATE)? as usize / 1000;
         let memory_clock_mhz = attribute(CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)? as usize / 1000;
+        let memory_bits = attribute(CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)? as usize;
         fatbins::check()?;
         // Sound: released in Drop.
         let context = unsafe { result::primary_ctx::retain(device)? };
@@ -126,7 +127,7 @@ impl Cuda {
         }
         let uuid = result::device::get_uuid(device)?.bytes.map(|b| format!("{:02x}", b as u8)).concat();
         let uuid = format!("GPU-{}-{}-{}-{}-{}", &uuid[..8], &uuid[8..12], &uuid[12..16], &uuid[16..20], &uuid[20..]);
-        let info = Info { ordinal, bus_id: bus_id(device)?, uuid, name, sm, n_sms, clock_mhz, memory_clock_mhz, driver };
+        let info = Info { ordinal, bus_id: bus_id(device)?, uuid, name, sm, n_sms, clock_mhz, memory_clock_mhz, memory_bits, driver };
         Ok(Cuda { info, device, context, peers: RefCell::default(), stream, modules })
     }
 }

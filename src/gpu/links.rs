@@ -5,11 +5,12 @@
 //! and so choose alike. The kernels are those of kernels/comm.cuh; what runs between ranks otherwise is in comm.rs.
 use super::comm::{self, Algorithm, AllReduce, Choice, Exchange, FaultKind, Link, Place};
 use super::device::{Gpu, Kernel, Launch, Memory, Pinned};
-use super::machine::WIDTHS;
+use super::machine::{STORAGE, WIDTHS};
 use super::nccl;
 use super::params::*;
 use crate::error::machine;
-use crate::model::plan::PREFILL_ROWS;
+use crate::model::config::Config;
+use crate::model::plan::{self, Pass, Ranks, PREFILL_ROWS};
 use anyhow::{Context, Result};
 use half::bf16;
 use serde::{Deserialize, Serialize};
@@ -24,6 +25,8 @@ use std::time::Duration;
 pub struct Collectives {
     /// None: what is fastest.
     pub algorithm: Option<Algorithm>,
+    /// Whether every rank has all of attention; None: where `tune` finds sums to take longer than reading it.
+    pub whole_attention: Option<bool>,
     /// The NCCL library; None: where the system finds it.
     pub nccl: Option<PathBuf>,
     /// An error instead of a slower way where GPUs do not reach each other's memory.
@@ -52,6 +55,8 @@ pub struct Found {
     pub tuned: Vec<Tuned>,
     pub failed: Vec<Failed>,
     pub cached: bool,
+    /// What attention costs divided and whole; None where sums were not timed.
+    pub attention: Option<AttentionCost>,
 }
 
 impl Found {
@@ -179,6 +184,61 @@ impl fmt::Display for Tuned {
             self.times.iter().map(|(c, us)| format!("{} {us:.1} us ({} blocks)", c.algorithm.name(), c.blocks)).collect();
         write!(f, "{} rows: {}: {}", self.rows, self.choice.algorithm.name(), times.join(", "))
     }
+}
+
+/// Of a layer, at one row and `DEPTH` rows in the cache.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionCost {
+    /// Of the sum over ranks behind divided attention.
+    pub sum_us: f64,
+    /// Of reading what the other ranks would have of its weights and cache.
+    pub read_us: f64,
+    pub fits: bool,
+}
+
+/// A short conversation.
+const DEPTH: usize = 2048;
+/// Sums over ranks that are well take 4 us (NVLink, measured) to 20 us (eight GPUs on PCIe, published); a machine is only given up, and the text another one, beyond.
+const SLOW_SUM_US: f64 = 40.0;
+/// The time of a sum is measured, that of reading comes from the memory's clock, and prompts take longer: whole attention must promise more.
+const PROMISE: f64 = 1.5;
+
+impl AttentionCost {
+    pub fn is_whole(&self) -> bool {
+        self.fits && self.sum_us > SLOW_SUM_US.max(PROMISE * self.read_us)
+    }
+}
+
+impl fmt::Display for AttentionCost {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let how = match self.is_whole() {
+            true => "whole on every rank",
+            false if self.fits => "divided",
+            false => "divided: all of it does not fit",
+        };
+        write!(f, "{how}: a layer's sum takes {:.1} us, reading the other ranks' part {:.1} us", self.sum_us, self.read_us)
+    }
+}
+
+/// Whether every rank should have all of the attention of a model, with room for `context` tokens. All ranks at the same time, behind `settle`, which found `found`. The drafter is
+/// whole on every rank anyway: it would need a sum for each of its drafts' two and a row of maxima, for a few percent of the bytes.
+pub fn attention(link: &Link, config: &Config, context: usize, found: &Found) -> Result<Option<AttentionCost>> {
+    let Some(tuned) = found.tuned.first().filter(|_| !link.shared) else { return Ok(None) };
+    let (ranks, rate) = (link.as_ranks(), link.gpu().info().memory_rate());
+    // Where heads cannot be divided there is nothing to choose.
+    let plan = |whole_attention| plan::target(config, Pass::Verify { width: 1 }, Ranks { whole_attention, ..ranks }, &[]);
+    let (Ok(divided), Ok(whole)) = (plan(false), plan(true)) else { return Ok(None) };
+    let Some((_, sum_us)) = tuned.times.iter().find(|(choice, _)| *choice == tuned.choice) else { return Ok(None) };
+    // What a pass reads of a full cache is what lies in memory, the embedding and work apart.
+    let needed = whole.bytes(context, STORAGE) as f64 * 1.2;
+    let own = AttentionCost {
+        sum_us: *sum_us,
+        read_us: (whole.bytes(DEPTH, STORAGE) - divided.bytes(DEPTH, STORAGE)) as f64 / config.n_layers as f64 / rate.max(1.0) * 1e6,
+        fits: rate > 0.0 && needed < link.gpu().memory()?.0 as f64,
+    };
+    let all: Vec<(f64, bool)> = gathered(link, &(own.read_us, own.fits))?;
+    let read_us = all.iter().fold(0f64, |most, (us, _)| most.max(*us));
+    Ok(Some(AttentionCost { read_us, fits: all.iter().all(|(_, fits)| *fits), ..own }))
 }
 
 /// An algorithm that is not used.
@@ -750,6 +810,21 @@ fn remember(path: &Path, key: Key, tuned: &[Tuned]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A sum over ranks goes where it costs clearly more than what goes with it.
+    #[test]
+    fn attention_is_whole_where_sums_are_slow() {
+        let cost = |sum_us, read_us, fits| AttentionCost { sum_us, read_us, fits };
+        for (cost, text) in [
+            (cost(200.0, 54.0, true), "whole on every rank: a layer's sum takes 200.0 us, reading the other ranks' part 54.0 us"),
+            (cost(4.2, 1.3, true), "divided: a layer's"),
+            (cost(45.0, 54.0, true), "divided: a layer's"),
+            (cost(45.0, 15.0, true), "whole"),
+            (cost(200.0, 54.0, false), "divided: all of it does not fit: a layer's"),
+        ] {
+            assert!(cost.to_string().starts_with(text) && cost.is_whole() == text.starts_with("whole"), "{cost}");
+        }
+    }
 
     /// Measurements that were published, and what each machine had.
     #[test]

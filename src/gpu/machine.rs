@@ -149,7 +149,7 @@ impl Machine {
         if let Some((_, what)) = unsupported.iter().find(|(has, _)| *has) {
             bail!("{}: the GPU backend has no kernels for {what} yet; use --device cpu", config.arch);
         }
-        let ranks = link.as_ref().map_or(Ranks::ONE, |link| Ranks { rank: link.rank, count: link.ranks() });
+        let ranks = link.as_ref().map_or(Ranks::ONE, Link::as_ranks);
         let drafter = options.drafter.take();
         let taps = drafter.as_ref().map_or(&[][..], |d| &d.shape.taps);
         let passes = WIDTHS.map(|width| Pass::Verify { width }).into_iter().chain(PREFILL_ROWS.map(|rows| Pass::Prefill { rows }));

@@ -61,10 +61,17 @@ impl Setup {
             stay_near(&gpu.info().bus_id);
         }
         let mut link = Link::new(&gpu, rank, failure.rendezvous.clone(), self.collectives.link)?;
-        let found = links::settle(&mut link, &self.collectives, self.config.hidden);
-        let found = found.inspect_err(|e| link.fail(&format!("{e:#}")))?; // the link waits for the others when it goes
+        let found = self.settle(&mut link).inspect_err(|e| link.fail(&format!("{e:#}")))?; // the link waits for the others when it goes
         let source = self.weights.as_ref().map_or(Source::Random(0), Source::Checkpoint);
         Ok((Machine::of_rank(gpu, Some(link), self.config.clone(), source, self.options.clone(), progress)?, found))
+    }
+
+    /// What connects the ranks, and how the model is divided on it.
+    fn settle(&self, link: &mut Link) -> Result<Found> {
+        let mut found = links::settle(link, &self.collectives, self.config.hidden)?;
+        found.attention = links::attention(link, &self.config, self.options.context, &found)?;
+        link.whole_attention = self.collectives.whole_attention.unwrap_or(found.attention.is_some_and(|cost| cost.is_whole()));
+        Ok(found)
     }
 
     /// For errors: `rank 1 (GPU 0)`.
@@ -127,8 +134,8 @@ impl Failure {
         while !self.seen.load(SeqCst) {
             if start.elapsed() > self.setup.last_resort.after {
                 let error = self.error.lock().expect("nobody panics with it").take();
-                return error.iter().for_each(|error| (self.setup.last_resort.end)(error));
-                // none: it was taken right now
+                let Some(error) = error else { return }; // the caller takes it right now
+                (self.setup.last_resort.end)(&error);
             }
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -141,6 +148,7 @@ impl Failure {
             let mut slot = self.error.lock().expect("nobody panics with it");
             match &*slot {
                 Some(error) if comm::follows(error) && start.elapsed() < CAUSE => {}
+                None if !self.happened.load(SeqCst) && start.elapsed() < CAUSE => {} // its thread is about to report it
                 _ => return slot.take().unwrap_or_else(|| machine("a rank has failed before; the others ended with it")),
             }
             drop(slot);

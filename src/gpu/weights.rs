@@ -132,11 +132,11 @@ impl Layout {
                 let get = |id: WeightId| drafter.and_then(|d| d.find(id)).unwrap_or_else(|| weights.get(id));
                 let mut upload = Upload::new(gpu, kernels, owned.iter().map(|id| matrices[id].bytes()).sum())?;
                 for &id in &owned {
-                    upload.matrix(get(id), ranks, &matrices[&id], progress)?;
+                    upload.matrix(get(id), ranks.of(id.role), &matrices[&id], progress)?;
                 }
                 upload.finish()?;
                 for (id, &n) in &self.vectors {
-                    let numbers = vector(get(*id), ranks, n)?;
+                    let numbers = vector(get(*id), ranks.of(id.role), n)?;
                     gpu.upload(&numbers, vectors[id])?;
                     gpu.synchronize()?;
                 }
@@ -145,7 +145,7 @@ impl Layout {
                 for (i, id) in owned.iter().enumerate() {
                     let matrix = &matrices[id];
                     // Every rank has the same embedding and drafter, and other parts of the rest.
-                    let rank = if id.role == Role::Embed || id.role >= Role::DraftEmbed { 0 } else { ranks.rank as u64 };
+                    let rank = if id.role == Role::Embed || id.role >= Role::DraftEmbed { 0 } else { ranks.of(id.role).rank as u64 };
                     // A sum of k products of uniform numbers in [-s, s] with unit inputs has variance k s^2 / 3.
                     let k: usize = matrix.parts.iter().map(|p| p.k).sum();
                     let scale = (3.0 / k as f32).sqrt();

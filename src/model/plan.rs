@@ -42,10 +42,26 @@ pub enum Pass {
 pub struct Ranks {
     pub rank: usize,
     pub count: usize,
+    /// Every rank has all of attention, weights and cache: a layer has one sum over ranks instead of two. For machines whose sums take long (gpu/links.rs).
+    pub whole_attention: bool,
 }
 
 impl Ranks {
-    pub const ONE: Ranks = Ranks { rank: 0, count: 1 };
+    pub const ONE: Ranks = Ranks::new(0, 1);
+
+    /// Everything is divided.
+    pub const fn new(rank: usize, count: usize) -> Ranks {
+        Ranks { rank, count, whole_attention: false }
+    }
+
+    /// As they divide a weight.
+    pub fn of(self, role: Role) -> Ranks {
+        if self.whole_attention && role.is_attention() {
+            Ranks::ONE
+        } else {
+            self
+        }
+    }
 }
 
 /// Index into `Plan::buffers`.
@@ -446,17 +462,21 @@ impl Shard {
             }
             Ok(size / n)
         };
-        if n > config.n_kv_heads && n % config.n_kv_heads != 0 {
-            bail!("{} KV heads cannot be shared evenly by {n} ranks", config.n_kv_heads);
-        }
+        let (n_heads, n_kv_heads) = (config.n_heads, config.n_kv_heads);
+        let (n_heads, n_kv_heads) = match ranks.whole_attention {
+            true => (n_heads, n_kv_heads),
+            false if n > n_kv_heads && n % n_kv_heads != 0 => bail!("{n_kv_heads} KV heads cannot be shared evenly by {n} ranks"),
+            false if n > n_kv_heads => (even("num_attention_heads", n_heads)?, 1),
+            false => (even("num_attention_heads", n_heads)?, even("num_key_value_heads", n_kv_heads)?),
+        };
         let Some(tokens) = vocab_rows(config.vocab, ranks.rank, n) else {
             bail!("vocab_size of {} cannot be split over {n} ranks: each takes a multiple of 16 tokens", config.vocab);
         };
         let dense = (0..config.n_layers).any(|layer| !config.has_experts(layer));
         let (expert_dim, shared_dim) = config.experts.as_ref().map_or((0, 0), |e| (e.expert_dim, e.shared_dim));
         Ok(Shard {
-            n_heads: even("num_attention_heads", config.n_heads)?,
-            n_kv_heads: if n > config.n_kv_heads { 1 } else { even("num_key_value_heads", config.n_kv_heads)? },
+            n_heads,
+            n_kv_heads,
             ffn_dim: if dense { even("intermediate_size", config.ffn_dim)? } else { 0 },
             expert_dim: even("moe_intermediate_size", expert_dim)?,
             shared_dim: even("moe_intermediate_size of shared experts", shared_dim)?,
@@ -836,7 +856,8 @@ impl Builder {
         }
         let bias = config.o_bias.then_some(Role::OBias);
         let inputs = vec![Input { x: buffers.attended, dim: attended_dim, norm: None }];
-        self.residual(linear(Role::O, bias, inputs, config.hidden, Epilogue::Residual { x, tap: None }), partial);
+        let of_some_heads = partial.filter(|_| shard.n_heads < config.n_heads);
+        self.residual(linear(Role::O, bias, inputs, config.hidden, Epilogue::Residual { x, tap: None }), of_some_heads);
 
         let experts = config.experts.as_ref().filter(|_| config.has_experts(layer));
         let Some(experts) = experts else {

@@ -431,6 +431,14 @@ impl fmt::Display for WeightId {
     }
 }
 
+impl Role {
+    /// Of the target's attention layers, the norm before them apart.
+    pub fn is_attention(self) -> bool {
+        use Role::*;
+        matches!(self, Qkv | QkvBias | QNorm | KNorm | O | OBias | QkvA | QANorm | KvANorm | QB | KvB)
+    }
+}
+
 /// As in weights.toml.
 impl fmt::Display for Role {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
