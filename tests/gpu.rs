@@ -161,10 +161,12 @@ fn ranks_speculate_without_a_change() {
     let dir = tempfile::tempdir().unwrap();
     tiny8().set("vocab_size", 512).set("num_hidden_layers", 3).write(dir.path());
     let (config, weights) = model(dir.path());
-    for count in [2, 8] {
-        let setup = ranks::setup(one_more_gpu, gpus(), dir.path(), count, Some(tiny_llama_drafter(&config, &weights, true)), 256);
+    for (count, split) in [(2, false), (2, true), (8, false)] {
+        let mut setup = ranks::setup(one_more_gpu, gpus(), dir.path(), count, Some(tiny_llama_drafter(&config, &weights, true)), 256);
+        setup.collectives.split_drafter = Some(split);
         let mut conductor = Conductor::new(setup, one_more_gpu(0).unwrap(), &mut |_, _| {}).unwrap();
         let ids = || token_ids(256, 512);
+        assert_eq!(conductor.first().ranks().split_drafter, split);
         hold_on_ranks(&format!("{count} ranks"), &mut conductor, ids, |m, ids| check::speculation(m, ids, 60, true));
     }
 }

@@ -240,17 +240,42 @@ fn ranks_with_all_of_attention_hold_every_check() {
     }
 }
 
-/// The drafter is whole on every rank and reads features that all have alike.
+/// The drafter reads features that all ranks have alike. Whether it is whole on every rank or its layer is divided, it finds the same logits, and changes no text.
 #[test]
 fn drafts_change_the_passes_and_not_the_text() {
     let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     tiny8().set("vocab_size", 512).set("num_hidden_layers", 3).write(dir.path());
     let (config, weights) = open(dir.path());
-    let mut setup = setup(dir.path(), 2);
-    setup.options.drafter = Some(tiny_llama_drafter(&config, &weights, false));
-    let mut conductor = Conductor::new(setup, shim::gpu(), &mut |_, _| {}).unwrap();
-    println!("{}", conductor.each("check", |m| check::speculation(m, &ids(40), 5, true)).unwrap()[0]);
+    let drafter = tiny_llama_drafter(&config, &weights, false);
+    assert!(drafter.shape.divides(2));
+    let logits = [false, true].map(|split| {
+        let mut setup = setup(dir.path(), 2);
+        setup.options.drafter = Some(drafter.clone());
+        setup.collectives.split_drafter = Some(split);
+        let mut conductor = Conductor::new(setup, shim::gpu(), &mut |_, _| {}).unwrap();
+        assert_eq!(conductor.first().ranks().split_drafter, split);
+        println!("{}", conductor.each("check", |m| check::speculation(m, &ids(40), 5, true)).unwrap()[0]);
+        let drafted = conductor.each("check", |machine| {
+            let limits = Limits { end_ids: vec![], max_tokens: 100, context: 200 };
+            machine.begin(&ids(20), 0, &Sampling::default(), &limits)?;
+            machine.prefill(&ids(19))?;
+            machine.verify(1)?;
+            machine.record()?;
+            let mut all = Vec::new();
+            machine.run_draft(3, &mut |draft, logits| {
+                all.extend_from_slice(logits);
+                7 * draft as u32
+            })?;
+            Ok(all)
+        });
+        let mut drafted = drafted.unwrap();
+        assert!(drafted[0] == drafted[1], "ranks draft differently");
+        drafted.swap_remove(0)
+    });
+    let spread = logits[0].iter().fold(0f32, |most, x| most.max(x.abs()));
+    let worst = logits[0].iter().zip(&logits[1]).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
+    assert!(logits[0].len() == logits[1].len() && spread > 0.1 && worst < 0.02 * spread, "off by {worst}, up to {spread}");
 }
 
 /// A way of adding sums that a link corrupts is not used, and the text is the same.

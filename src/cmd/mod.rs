@@ -364,6 +364,7 @@ fn setup(options: &ModelOptions, gpus: Vec<usize>, config: Config, weights: Opti
     let collectives = Collectives {
         algorithm: options.collective,
         whole_attention: options.whole_attention,
+        split_drafter: None,
         nccl: options.nccl.clone(),
         require_p2p: options.require_p2p,
         measure: links::cache_path().map_or(Measure::Anew, Measure::Cached),

@@ -251,6 +251,7 @@ pub struct Link {
     pub shared: bool,
     /// As in model::plan::Ranks.
     pub whole_attention: bool,
+    pub split_drafter: bool,
     options: Options,
     /// (largest number of rows, choice), ascending. The last counts for all that is larger.
     choices: RefCell<Vec<(usize, Choice)>>,
@@ -350,6 +351,7 @@ impl Link {
             shared: (1..ranks).any(|r| places[..r].iter().any(|p| p.bus_id == places[r].bus_id)),
             places,
             whole_attention: false,
+            split_drafter: false,
             options,
             choices: RefCell::default(),
             nccl: None,
@@ -395,7 +397,8 @@ impl Link {
 
     /// How the model is divided.
     pub fn as_ranks(&self) -> Ranks {
-        Ranks { rank: self.rank, count: self.ranks(), whole_attention: self.whole_attention }
+        let Link { rank, whole_attention, split_drafter, .. } = *self;
+        Ranks { rank, count: self.ranks(), whole_attention, split_drafter }
     }
 
     /// Ranks on this rank's GPU.

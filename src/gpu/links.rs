@@ -8,9 +8,10 @@ use super::device::{Gpu, Kernel, Launch, Memory, Pinned};
 use super::machine::{STORAGE, WIDTHS};
 use super::nccl;
 use super::params::*;
+use crate::decode::MAX_DRAFTS;
 use crate::error::machine;
 use crate::model::config::Config;
-use crate::model::plan::{self, Pass, Ranks, PREFILL_ROWS};
+use crate::model::plan::{self, Drafter, Pass, Ranks, PREFILL_ROWS};
 use anyhow::{Context, Result};
 use half::bf16;
 use serde::{Deserialize, Serialize};
@@ -27,6 +28,8 @@ pub struct Collectives {
     pub algorithm: Option<Algorithm>,
     /// Whether every rank has all of attention; None: where `tune` finds sums to take longer than reading it.
     pub whole_attention: Option<bool>,
+    /// Whether ranks divide the layer of a drafter that can be divided; None: where that is faster. The text is the same.
+    pub split_drafter: Option<bool>,
     /// The NCCL library; None: where the system finds it.
     pub nccl: Option<PathBuf>,
     /// An error instead of a slower way where GPUs do not reach each other's memory.
@@ -60,6 +63,12 @@ pub struct Found {
 }
 
 impl Found {
+    /// Microseconds of a sum of one row in a graph; None where sums were not timed.
+    fn sum_us(&self) -> Option<f64> {
+        let tuned = self.tuned.first()?;
+        tuned.times.iter().find(|(choice, _)| *choice == tuned.choice).map(|(_, us)| *us)
+    }
+
     pub fn bad_pairs(&self) -> impl Iterator<Item = &Pair> {
         self.pairs.iter().filter(|pair| !pair.state().is_good())
     }
@@ -220,25 +229,37 @@ impl fmt::Display for AttentionCost {
     }
 }
 
-/// Whether every rank should have all of the attention of a model, with room for `context` tokens. All ranks at the same time, behind `settle`, which found `found`. The drafter is
-/// whole on every rank anyway: it would need a sum for each of its drafts' two and a row of maxima, for a few percent of the bytes.
+/// Whether every rank should have all of the attention of a model, with room for `context` tokens. All ranks at the same time, behind `settle`, which found `found`.
 pub fn attention(link: &Link, config: &Config, context: usize, found: &Found) -> Result<Option<AttentionCost>> {
-    let Some(tuned) = found.tuned.first().filter(|_| !link.shared) else { return Ok(None) };
+    let Some(sum_us) = found.sum_us().filter(|_| !link.shared) else { return Ok(None) };
     let (ranks, rate) = (link.as_ranks(), link.gpu().info().memory_rate());
     // Where heads cannot be divided there is nothing to choose.
     let plan = |whole_attention| plan::target(config, Pass::Verify { width: 1 }, Ranks { whole_attention, ..ranks }, &[]);
     let (Ok(divided), Ok(whole)) = (plan(false), plan(true)) else { return Ok(None) };
-    let Some((_, sum_us)) = tuned.times.iter().find(|(choice, _)| *choice == tuned.choice) else { return Ok(None) };
     // What a pass reads of a full cache is what lies in memory, the embedding and work apart.
     let needed = whole.bytes(context, STORAGE) as f64 * 1.2;
     let own = AttentionCost {
-        sum_us: *sum_us,
+        sum_us,
         read_us: (whole.bytes(DEPTH, STORAGE) - divided.bytes(DEPTH, STORAGE)) as f64 / config.n_layers as f64 / rate.max(1.0) * 1e6,
         fits: rate > 0.0 && needed < link.gpu().memory()?.0 as f64,
     };
     let all: Vec<(f64, bool)> = gathered(link, &(own.read_us, own.fits))?;
     let read_us = all.iter().fold(0f64, |most, (us, _)| most.max(*us));
     Ok(Some(AttentionCost { read_us, fits: all.iter().all(|(_, fits)| *fits), ..own }))
+}
+
+/// Whether a draft is made sooner when ranks divide the drafter's layer, two sums over ranks included. All ranks at the same time, as `attention`.
+pub fn splitting_pays(link: &Link, drafter: &Drafter, found: &Found) -> Result<bool> {
+    let Some(sum_us) = found.sum_us().filter(|_| !link.shared) else { return Ok(false) };
+    // Of one draft more.
+    let bytes = |ranks: Ranks| -> Result<f64> {
+        let [two, one] = [2, 1].map(|drafts| plan::drafter(drafter, Pass::Draft { width: MAX_DRAFTS + 1, drafts }, ranks));
+        Ok((two?.bytes(DEPTH, STORAGE) - one?.bytes(DEPTH, STORAGE)) as f64)
+    };
+    let saved = bytes(Ranks::ONE)? - bytes(Ranks { split_drafter: true, ..Ranks::new(link.rank, link.ranks()) })?;
+    let saved_us = saved / link.gpu().info().memory_rate() * 1e6; // infinite where nobody knows the rate
+    let pays = gathered(link, &(saved_us.is_finite() && saved_us > PROMISE * 2.0 * sum_us))?;
+    Ok(pays.into_iter().all(|pays| pays))
 }
 
 /// An algorithm that is not used.

@@ -161,7 +161,7 @@ impl Machine {
             let prefill = PREFILL_ROWS.map(|rows| Pass::DraftPrefill { rows });
             let draft = (1..=MAX_DRAFTS).map(|drafts| Pass::Draft { width: MAX_DRAFTS + 1, drafts });
             for pass in prefill.into_iter().chain(draft) {
-                plans.insert(pass, plan::drafter(&d.shape, pass, Ranks::ONE)?); // whole on every rank
+                plans.insert(pass, plan::drafter(&d.shape, pass, if ranks.split_drafter { ranks } else { Ranks::ONE })?);
             }
             if d.shape.head_dim != 64 && d.shape.head_dim != 128 {
                 let (name, dim) = (&d.name, d.shape.head_dim);
@@ -683,7 +683,7 @@ fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>, ranks
     }
     if let (Some(drafter), Source::Checkpoint(target)) = (drafter, source) {
         let same_tensor = |a: Option<&Weight>, b: Option<&Weight>| a.zip(b).is_some_and(|(a, b)| a.parts[0].is(&b.parts[0]));
-        // The drafter is whole on every rank; of several ranks, none has the whole head.
+        // The drafter's head is whole on every rank; of several ranks, none has the target's whole head.
         let whole: &[Role] = if ranks.count == 1 && !config.tied { &[Role::Embed, Role::Head] } else { &[Role::Embed] };
         for role in [Role::DraftEmbed, Role::DraftHead] {
             let same = whole.iter().find(|&&r| same_tensor(target.find(id(r)), drafter.weights.find(id(role))));

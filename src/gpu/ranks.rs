@@ -71,6 +71,11 @@ impl Setup {
         let mut found = links::settle(link, &self.collectives, self.config.hidden)?;
         found.attention = links::attention(link, &self.config, self.options.context, &found)?;
         link.whole_attention = self.collectives.whole_attention.unwrap_or(found.attention.is_some_and(|cost| cost.is_whole()));
+        let drafter = self.options.drafter.as_ref().map(|drafter| &drafter.shape).filter(|shape| shape.divides(link.ranks()));
+        link.split_drafter = match (drafter, self.collectives.split_drafter) {
+            (Some(shape), None) => links::splitting_pays(link, shape, &found)?,
+            (drafter, asked) => drafter.is_some() && asked == Some(true),
+        };
         Ok(found)
     }
 

@@ -144,8 +144,8 @@ impl Layout {
             Source::Random(seed) => {
                 for (i, id) in owned.iter().enumerate() {
                     let matrix = &matrices[id];
-                    // Every rank has the same embedding and drafter, and other parts of the rest.
-                    let rank = if id.role == Role::Embed || id.role >= Role::DraftEmbed { 0 } else { ranks.of(id.role).rank as u64 };
+                    // Every rank has the same embedding, and other parts of what is divided.
+                    let rank = if id.role == Role::Embed { 0 } else { ranks.of(id.role).rank as u64 };
                     // A sum of k products of uniform numbers in [-s, s] with unit inputs has variance k s^2 / 3.
                     let k: usize = matrix.parts.iter().map(|p| p.k).sum();
                     let scale = (3.0 / k as f32).sqrt();

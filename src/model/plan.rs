@@ -44,6 +44,8 @@ pub struct Ranks {
     pub count: usize,
     /// Every rank has all of attention, weights and cache: a layer has one sum over ranks instead of two. For machines whose sums take long (gpu/links.rs).
     pub whole_attention: bool,
+    /// The layer of an EAGLE-3 drafter is divided as the target's are, where `Drafter::divides`: two sums a draft. Otherwise, and the rest of it, it is whole on every rank.
+    pub split_drafter: bool,
 }
 
 impl Ranks {
@@ -51,12 +53,16 @@ impl Ranks {
 
     /// Everything is divided.
     pub const fn new(rank: usize, count: usize) -> Ranks {
-        Ranks { rank, count, whole_attention: false }
+        Ranks { rank, count, whole_attention: false, split_drafter: false }
     }
 
     /// As they divide a weight.
     pub fn of(self, role: Role) -> Ranks {
-        if self.whole_attention && role.is_attention() {
+        let is_whole = match role.is_drafters() {
+            true => !(self.split_drafter && role.is_drafters_layer()),
+            false => self.whole_attention && role.is_attention(),
+        };
+        if is_whole {
             Ranks::ONE
         } else {
             self
@@ -606,6 +612,12 @@ pub struct Drafter {
 }
 
 impl Drafter {
+    /// Whether `n` ranks can share its layer: grouped attention only, as a latent is read by all heads.
+    pub fn divides(&self, n: usize) -> bool {
+        let heads = self.n_heads % n == 0 && (self.n_kv_heads % n == 0 || n % self.n_kv_heads == 0);
+        heads && self.ffn_dim % (8 * n) == 0 && self.latent.is_none() && self.mtp.is_none()
+    }
+
     /// Numbers of a query and key that are rotated.
     pub fn rope_dim(&self) -> usize {
         match (&self.mtp, self.latent) {
@@ -619,15 +631,16 @@ impl Drafter {
 /// The drafter's plan for `DraftPrefill` and `Draft`.
 ///
 /// Row i pairs the token after target row i with target row i's features. `Draft` first runs `width` such rows (draft-extend: rows behind
-/// the last accepted one are padding), picks the last true row, and continues from it one row at a time with its own hidden state.
+/// the last accepted one are padding), picks the last true row, and continues from it one row at a time with its own hidden state. Several ranks
+/// divide its layer; all have all of the head and choose the same drafts.
 pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
     let (rows, drafts) = match pass {
         Pass::DraftPrefill { rows } => (rows, 0),
         Pass::Draft { width, drafts } if (1..=MAX_WIDTH).contains(&width) && (1..MAX_WIDTH).contains(&drafts) => (width, drafts),
         other => bail!("{other:?} is not a pass of a drafter"),
     };
-    if ranks.count > 1 {
-        bail!("a drafter is replicated: its plan has one rank, not {}", ranks.count);
+    if ranks.count > 1 && !(ranks.split_drafter && d.divides(ranks.count)) {
+        bail!("this drafter is whole on every rank: its plan has one rank, not {}", ranks.count);
     }
     if let Some(config) = &d.mtp {
         return mtp(config, pass, rows, drafts);
@@ -654,7 +667,7 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
         n: d.hidden,
         epilogue,
     }));
-    let x = p.drafter_layer(d, Tokens::Next, f);
+    let x = p.drafter_layer(d, ranks, Tokens::Next, f);
     if drafts > 0 {
         p.rows = 1;
         let logits = p.buffer("draft_logits", d.vocab, BufferKind::Logits);
@@ -662,7 +675,7 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
         p.steps.push(Step::Select { x, out: feedback, dim: d.hidden });
         for draft in 1..=drafts {
             if draft > 1 {
-                feedback = p.drafter_layer(d, Tokens::Draft(draft - 1), feedback);
+                feedback = p.drafter_layer(d, ranks, Tokens::Draft(draft - 1), feedback);
             }
             let norm = id(Role::DraftNorm);
             let inputs = vec![Input { x: feedback, dim: d.hidden, norm: Some(norm) }];
@@ -684,7 +697,7 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
         }
     }
     let kv = match d.latent {
-        None => KvLayout { n_layers: 1, n_kv_heads: d.n_kv_heads, head_dim: d.head_dim, value_dim: d.head_dim },
+        None => KvLayout { n_layers: 1, n_kv_heads: d.n_kv_heads.div_ceil(ranks.count), head_dim: d.head_dim, value_dim: d.head_dim },
         Some((latent, _)) => KvLayout { n_layers: 1, n_kv_heads: 1, head_dim: latent.row_dim(), value_dim: 0 },
     };
     Ok(Plan { pass, ranks, buffers: p.buffers, kv, steps: p.steps, norm_eps: d.norm_eps })
@@ -908,19 +921,21 @@ impl Builder {
     }
 
     /// The drafter's one layer over the pairs (embedding of `tokens`, `feature`); the buffer that holds its output, before any norm.
-    fn drafter_layer(&mut self, d: &Drafter, tokens: Tokens, feature: BufferId) -> BufferId {
+    fn drafter_layer(&mut self, d: &Drafter, ranks: Ranks, tokens: Tokens, feature: BufferId) -> BufferId {
         // The one-row steps have buffers of their own: rows of a buffer are fixed in a plan.
         let one = matches!(tokens, Tokens::Draft(_));
         let name = |many: &'static str, single: &'static str| if one { single } else { many };
         let id = |role| WeightId::new(role, None);
+        let (n_heads, n_kv_heads, ffn_dim) = (d.n_heads / ranks.count, d.n_kv_heads.div_ceil(ranks.count), d.ffn_dim / ranks.count);
         let (qkv_name, qkv_dim, attended_dim) = match d.latent {
-            None => (name("draft_qkv", "step_qkv"), (d.n_heads + 2 * d.n_kv_heads) * d.head_dim, d.n_heads * d.head_dim),
+            None => (name("draft_qkv", "step_qkv"), (n_heads + 2 * n_kv_heads) * d.head_dim, n_heads * d.head_dim),
             Some((latent, _)) => (name("draft_latents", "step_latents"), latent.q_rank + latent.row_dim(), d.n_heads * latent.v_dim),
         };
         let e = self.buffer(name("draft_embedding", "step_embedding"), d.hidden, BufferKind::Stream);
         let qkv = self.buffer(qkv_name, qkv_dim, BufferKind::Activation);
         let attended = self.buffer(name("draft_attended", "step_attended"), attended_dim, BufferKind::Activation);
-        let act = self.buffer(name("draft_act", "step_act"), d.ffn_dim, BufferKind::Activation);
+        let act = self.buffer(name("draft_act", "step_act"), ffn_dim, BufferKind::Activation);
+        let partial = (ranks.count > 1).then(|| self.buffer(name("draft_partial", "step_partial"), d.hidden, BufferKind::Activation));
         self.steps.push(Step::Embed { table: id(Role::DraftEmbed), tokens, out: e, dim: d.hidden });
         self.steps.push(Step::Linear(Linear {
             weight: id(if d.latent.is_some() { Role::DraftQkvA } else { Role::DraftQkv }),
@@ -951,20 +966,20 @@ impl Builder {
                 out: attended,
                 q_norm: d.qk_norm.then(|| id(Role::DraftQNorm)),
                 k_norm: d.qk_norm.then(|| id(Role::DraftKNorm)),
-                n_heads: d.n_heads,
-                n_kv_heads: d.n_kv_heads,
+                n_heads,
+                n_kv_heads,
                 head_dim: d.head_dim,
             }));
         }
         let linear = |weight, x: BufferId, dim, norm, n, epilogue| {
             let inputs = vec![Input { x, dim, norm }];
-            Step::Linear(Linear { weight: id(weight), format: Format::Plain, bias: None, inputs, n, epilogue })
+            Linear { weight: id(weight), format: Format::Plain, bias: None, inputs, n, epilogue }
         };
         let residual = || Epilogue::Residual { x, tap: None };
-        self.steps.push(linear(Role::DraftO, attended, attended_dim, None, d.hidden, residual()));
+        self.residual(linear(Role::DraftO, attended, attended_dim, None, d.hidden, residual()), partial);
         let ffn_norm = Some(id(Role::DraftFfnNorm));
-        self.steps.push(linear(Role::DraftGateUp, x, d.hidden, ffn_norm, 2 * d.ffn_dim, Epilogue::SiluMul { out: act }));
-        self.steps.push(linear(Role::DraftDown, act, d.ffn_dim, None, d.hidden, residual()));
+        self.steps.push(Step::Linear(linear(Role::DraftGateUp, x, d.hidden, ffn_norm, 2 * ffn_dim, Epilogue::SiluMul { out: act })));
+        self.residual(linear(Role::DraftDown, act, ffn_dim, None, d.hidden, residual()), partial);
         x
     }
 

@@ -437,6 +437,16 @@ impl Role {
         use Role::*;
         matches!(self, Qkv | QkvBias | QNorm | KNorm | O | OBias | QkvA | QANorm | KvANorm | QB | KvB)
     }
+
+    pub fn is_drafters(self) -> bool {
+        self >= Role::DraftEmbed
+    }
+
+    /// Of what ranks can divide of an EAGLE-3 drafter.
+    pub fn is_drafters_layer(self) -> bool {
+        use Role::*;
+        matches!(self, DraftQkv | DraftQkvBias | DraftO | DraftGateUp | DraftDown)
+    }
 }
 
 /// As in weights.toml.
