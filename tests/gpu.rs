@@ -308,11 +308,9 @@ fn ranks_soak() {
     drop(machine);
     for count in [2, 8] {
         let fresh = || {
-            Conductor::new(
-                ranks::setup(one_more_gpu, gpus(), dir.path(), count, drafter.clone(), 256),
-                one_more_gpu(0).unwrap(),
-                &mut |_, _| {},
-            )
+            let mut setup = ranks::setup(one_more_gpu, gpus(), dir.path(), count, drafter.clone(), 256);
+            setup.collectives.split_drafter = Some(count == 2);
+            Conductor::new(setup, one_more_gpu(0).unwrap(), &mut |_, _| {})
         };
         let mut conductor = fresh().unwrap();
         let start = Instant::now();

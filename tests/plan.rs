@@ -122,18 +122,18 @@ fn uneven_splits_name_the_sizes_that_work() {
     assert!(error.to_string().contains("num_attention_heads of 9 cannot be split over 2 ranks: use 1, 3 ranks"), "{error}");
 }
 
-/// Two sums a draft, of which each rank reads half the layer; its head is whole.
+/// Two sums a draft, and a third of its layer for each of three ranks; its head is whole.
 #[test]
 fn ranks_divide_the_layer_of_a_drafter() {
-    let (d, ranks) = (drafter(), Ranks { split_drafter: true, ..Ranks::new(1, 2) });
+    let (d, ranks) = (drafter(), Ranks { split_drafter: true, ..Ranks::new(1, 3) });
     let plan = |ranks: Ranks, drafts: usize| plan::drafter(&d, Pass::Draft { width: 8, drafts }, ranks).unwrap();
     let sums = |plan: &Plan| plan.steps.iter().filter(|s| matches!(s, Step::AllReduce { .. })).count();
     assert_eq!((sums(&plan(Ranks::ONE, 3)), sums(&plan(ranks, 3))), (0, 6));
-    assert_eq!(2 * plan(ranks, 1).kv.n_kv_heads, d.n_kv_heads);
+    assert_eq!(3 * plan(ranks, 1).kv.n_kv_heads, d.n_kv_heads);
     let a_draft = |ranks: Ranks| plan(ranks, 2).bytes(0, BF16) - plan(ranks, 1).bytes(0, BF16);
     let layer = 2 * d.hidden * (d.n_heads + 2 * d.n_kv_heads) * d.head_dim + d.n_heads * d.head_dim * d.hidden + 3 * d.hidden * d.ffn_dim;
-    assert_eq!(a_draft(Ranks::ONE) - a_draft(ranks), layer as u64); // half of it, two bytes a number
-    let error = plan::drafter(&d, Pass::Draft { width: 8, drafts: 1 }, Ranks::new(0, 2)).unwrap_err();
+    assert_eq!(a_draft(Ranks::ONE) - a_draft(ranks), 2 * layer as u64 * 2 / 3); // two bytes a number
+    let error = plan::drafter(&d, Pass::Draft { width: 8, drafts: 1 }, Ranks::new(0, 3)).unwrap_err();
     assert!(error.to_string().contains("whole on every rank"), "{error}");
 }
 

@@ -266,6 +266,9 @@ impl Model {
                         let known = if found.cached { " (measured before)" } else { "" };
                         found.tuned.iter().for_each(|tuned| tell(format_args!("sums of {tuned}{known}")));
                         found.attention.iter().for_each(|attention| tell(format_args!("attention: {attention}")));
+                        if conductor.first().ranks().split_drafter {
+                            tell(format_args!("drafter: its layer is divided among the ranks"));
+                        }
                     }
                     decode = plan::target(&config, Pass::Verify { width: 1 }, conductor.first().ranks(), &[])?;
                     (Box::new(conductor), timings)
