@@ -3,7 +3,7 @@
 # exec to the first token, speculation, load from disk, Ctrl-C at any moment, soaks, NCCL. Builds nothing and needs no cargo, so that the binaries may come from another machine:
 #   scripts/gpu_check.sh VOLLEY GPU_TEST COMM_TEST          (target/release/volley, target/release/deps/gpu-..., target/release/deps/comm-...)
 # VOLLEY_MODEL=DIR is SmolLM2 (scripts/fetch_smollm2.py); without it what needs it is skipped. Logs go to $OUT, else target/gpu_check. ONLY=tests,bench runs some stages.
-# NCCL is the system's or PyTorch's; carry/nccl/*.xz, if it is there, holds one of 2.30 or later (scripts/slim_nccl.py made it small). SOAK=N replays in each soak instead of 50,000.
+# NCCL is the system's or PyTorch's; carry/nccl/*.xz*, if it is there, holds one of 2.30 or later, whole or in pieces (scripts/slim_nccl.py made it small). SOAK=N replays in each soak instead of 50,000.
 # Exit code 0: nothing failed.
 set -u
 [ $# = 3 ] || { echo "usage: scripts/gpu_check.sh VOLLEY GPU_TEST COMM_TEST" >&2; exit 2; }
@@ -75,10 +75,10 @@ fi
 if wanted nccl; then
   system=$(ldconfig -p | grep -o '/[^ ]*libnccl.so.2$' | head -1)
   [ -n "$system" ] || system=$(find /opt /usr/local/lib -name libnccl.so.2 2>/dev/null | head -1)
-  shared=; packed=$(ls carry/nccl/*.xz 2>/dev/null | head -1)
-  if [ -n "$packed" ]; then
+  shared=
+  if ls carry/nccl/*.xz* >/dev/null 2>&1; then
     shared=${TMPDIR:-/tmp}/volley-nccl/libnccl.so.2; mkdir -p "$(dirname "$shared")"
-    python3 -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' "$packed" "$shared"
+    cat carry/nccl/*.xz* | python3 -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.stdin.buffer), open(sys.argv[1], "wb"))' "$shared"
   fi
   run nccl 250 env VOLLEY_GPUS=1 ${system:+VOLLEY_NCCL="$system"} ${shared:+VOLLEY_NCCL_SHARED="$shared"} "$comm" --exact nccl_works_in_graphs_or_refuses --nocapture
   verdict nccl "$system, $shared; $(grep -c 'skipped: ' "$logs/nccl.log") skipped"; grep -aE '^[0-9] ranks|skipped|panicked' -A1 "$logs/nccl.log" | cut -c1-300
