@@ -524,8 +524,8 @@ fn nccl_works_in_graphs_or_refuses() {
             }
         }
     }
-    // A ring is what the engine asks for itself; a tree adds up, and gathers nothing.
-    assert!(refused.iter().all(|what| what.ends_with("Tree, nccl")), "{refused:?}");
+    // A ring is what the engine asks for itself. A tree gathers nothing, so that NCCL refuses it.
+    assert!(refused.iter().all(|what| what.contains("Tree")), "{refused:?}");
 }
 
 #[test]
