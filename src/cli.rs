@@ -116,6 +116,9 @@ macro_rules! command {
             /// how ranks add up what each has: auto, push, pull, two-shot, nccl or nccl-allreduce (default: auto, what is fastest and right at start)
             #[argh(option, default = "Collective(None)")]
             collective: Collective,
+            /// whether ranks divide attention: auto, split or whole (default: auto, which is split unless a sum over ranks takes longer than reading all of it)
+            #[argh(option, default = "Attention(None)")]
+            attention: Attention,
             /// the NCCL library (default: libnccl.so.2 where the system looks)
             #[argh(option)]
             nccl: Option<PathBuf>,
@@ -163,6 +166,7 @@ macro_rules! command {
                     tp: self.tp,
                     ranks_per_gpu: self.ranks_per_gpu,
                     collective: self.collective.0,
+                    whole_attention: self.attention.0,
                     nccl: self.nccl.clone(),
                     require_p2p: self.require_p2p,
                     require_graphs: self.require_graphs,
@@ -376,7 +380,7 @@ impl FromStr for Share {
     fn from_str(word: &str) -> Result<Share, String> {
         let numbers = word.split_once('/').and_then(|(rank, count)| Some((rank.parse().ok()?, count.parse().ok()?)));
         match numbers {
-            Some((rank, count)) if rank < count && count <= COMM_MAX_RANKS => Ok(Share(Ranks { rank, count })),
+            Some((rank, count)) if rank < count && count <= COMM_MAX_RANKS => Ok(Share(Ranks::new(rank, count))),
             _ => Err(format!("expected a rank below a number of ranks up to {COMM_MAX_RANKS}, such as 0/8")),
         }
     }
@@ -487,6 +491,21 @@ impl FromStr for Collective {
             ("auto", _) => Ok(Collective(None)),
             (_, Some((_, algorithm))) => Ok(Collective(Some(algorithm))),
             _ => Err(format!("expected auto or one of {}", Algorithm::NAMES.map(|(name, _)| name).join(", "))),
+        }
+    }
+}
+
+/// None: auto.
+struct Attention(Option<bool>);
+
+impl FromStr for Attention {
+    type Err = String;
+    fn from_str(word: &str) -> Result<Attention, String> {
+        match word {
+            "auto" => Ok(Attention(None)),
+            "split" => Ok(Attention(Some(false))),
+            "whole" => Ok(Attention(Some(true))),
+            _ => Err("expected auto, split or whole".into()),
         }
     }
 }

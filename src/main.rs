@@ -16,7 +16,8 @@ fn main() -> ExitCode {
             if code != error::FINE {
                 tell(format_args!("error: {error:#}"));
             }
-            code
+            // At once: what libraries do at an exit may wait for kernels that never end.
+            signal::leave(code)
         }
     };
     ExitCode::from(code)

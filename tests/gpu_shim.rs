@@ -2,36 +2,23 @@
 //! What is compared: logits with the f32 reference, widths, chunks and graphs with each other to the bit, and whole answers.
 #[path = "support/drafter.rs"]
 mod drafter;
+#[path = "support/shim.rs"]
+mod shim;
 mod support;
 
 use drafter::{latent_draft_model, tiny_llama_drafter};
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::rc::Rc;
-use std::sync::OnceLock;
+use std::path::Path;
 use volley::cmd::bench::token_ids;
 use volley::cmd::{check, doctor};
 use volley::cpu::Reference;
 use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling, Sequence, MAX_DRAFTS};
-use volley::gpu::device::Gpu;
 use volley::gpu::machine::{Machine, Options, Slice};
-use volley::gpu::shim::Shim;
 use volley::gpu::weights::{Layout, Source};
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
 use volley::model::draft::DraftModel;
 use volley::model::plan::{self, Owner, Pass, Ranks, Step};
 use volley::model::weights::{claim, Table, Weights};
-
-/// Built once per test run.
-fn library() -> &'static Path {
-    static PATH: OnceLock<PathBuf> = OnceLock::new();
-    PATH.get_or_init(|| {
-        let out = Command::new("scripts/shim.sh").output().expect("scripts/shim.sh runs");
-        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-        PathBuf::from(String::from_utf8(out.stdout).expect("a path").lines().last().expect("a path"))
-    })
-}
 
 fn model(name: &str) -> (Config, Weights) {
     open(&Path::new("tests/data/tiny").join(name))
@@ -47,7 +34,7 @@ fn open(dir: &Path) -> (Config, Weights) {
 
 fn machine_with(name: &str, fail_capture: fn(Pass) -> bool) -> Machine {
     let (config, weights) = model(name);
-    let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+    let gpu = shim::gpu();
     let options = Options { context: 200, drafter: None, ngram: false, require_graphs: false, fail_capture };
     Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap()
 }
@@ -197,9 +184,9 @@ fn a_slice_computes_alone() {
     let (config, weights) = model(name);
     let tokens: Vec<u32> = prompt(20).into_iter().map(|id| id % config.vocab as u32).collect();
     let run = |source: Source, comm_us| {
-        let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+        let gpu = shim::gpu();
         let options = Options { context: 200, drafter: None, ngram: false, require_graphs: true, fail_capture: |_| false };
-        let slice = Slice { ranks: Ranks { rank: 1, count: 2 }, comm_us };
+        let slice = Slice { ranks: Ranks::new(1, 2), comm_us };
         let mut m = Machine::slice(gpu, slice, config.clone(), source, options, &mut |_, _| {}).unwrap();
         let took = m.time_verify(4, 100, 3).unwrap();
         assert!(took.iter().all(|ms| *ms >= comm_us.unwrap_or(0.0) * 2e-3 * config.n_layers as f64), "{name}: {took:?}");
@@ -225,7 +212,7 @@ fn fp8_dense() {
     for name in ["llama", "kimi_k25_int4"] {
         let machines = [false, true].map(|fp8_dense| {
             let (config, weights) = model(name);
-            let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+            let gpu = shim::gpu();
             let options = Options { context: 200, drafter: None, ngram: false, require_graphs: false, fail_capture: |_| false };
             let config = Config { fp8_dense, ..config };
             Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap()
@@ -247,7 +234,7 @@ fn fp8_dense() {
 fn shares_of_large_models() {
     for (name, experts_gb) in [("kimi-k2.5", 71.34), ("deepseek-v3", 83.01), ("qwen3-30b-a3b", 7.25)] {
         let config = Config::open(&Path::new("tests/shapes").join(name)).unwrap();
-        let plan = plan::target(&config, Pass::Verify { width: 1 }, Ranks { rank: 0, count: 8 }, &[]).unwrap();
+        let plan = plan::target(&config, Pass::Verify { width: 1 }, Ranks::new(0, 8), &[]).unwrap();
         let gb = Layout::of(&[&plan], config.vocab, Vec::new()).unwrap().bytes() as f64 / 1e9;
         println!("{name}: {gb:.2} GB");
         assert!(gb > experts_gb && gb < experts_gb + 8.0, "{name}: {gb} GB");
@@ -257,7 +244,7 @@ fn shares_of_large_models() {
 #[test]
 fn o20_require_graphs_refuses() {
     let (config, weights) = model("llama");
-    let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+    let gpu = shim::gpu();
     let options = Options {
         context: 200,
         drafter: None,
@@ -277,7 +264,7 @@ fn checks_of_doctor_hold_and_can_fail() {
     doctor::SHAPES[2].write(dir.path()).unwrap();
     let (config, weights) = open(dir.path());
     let ids = token_ids(check::STEP_ROWS, config.vocab);
-    let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+    let gpu = shim::gpu();
     let options = Options { context: 200, drafter: None, ngram: false, require_graphs: true, fail_capture: |_| false };
     let mut m = Machine::new(gpu, config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     let hold = |held: anyhow::Result<String>| println!("{}", held.unwrap_or_else(|e| panic!("{e:#}")));
@@ -326,7 +313,7 @@ fn drafters_compute_what_the_reference_computes() {
     for (case, name) in ["llama", "llama", "dsv3_mtp", "kimi_k25_int4"].into_iter().enumerate() {
         let (config, weights) = model(name);
         let drafter = || Some(draft_model(case, name, &config, &weights));
-        let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+        let gpu = shim::gpu();
         let options = Options { context: 200, drafter: drafter(), ngram: true, require_graphs: false, fail_capture: |_| false };
         let mut m = Machine::new(gpu, config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
         let (drafter, again) = (drafter(), model(name));
@@ -376,7 +363,7 @@ fn drafts_of_models_with_experts_do_not_change_the_text() {
     for (name, mtp) in [("dsv3_mtp", true), ("dsv3_fp8", false)] {
         let (config, weights) = model(name);
         let drafter = Some(latent_draft_model(&Path::new("tests/data/tiny").join(name), &config, &weights, mtp));
-        let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+        let gpu = shim::gpu();
         let ids = token_ids(40, config.vocab);
         let options = Options { context: 200, drafter, ngram: true, require_graphs: true, fail_capture: |_| false };
         let mut m = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
@@ -387,7 +374,7 @@ fn drafts_of_models_with_experts_do_not_change_the_text() {
 #[test]
 fn drafts_change_the_passes_and_not_the_text() {
     let (config, weights) = model("llama");
-    let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+    let gpu = shim::gpu();
     let drafter = Some(tiny_llama_drafter(&config, &weights, true));
     let options = Options { context: 200, drafter, ngram: true, require_graphs: false, fail_capture: |_| false };
     let mut m = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();

@@ -13,7 +13,7 @@ use std::collections::{HashSet, VecDeque};
 /// Largest error of a number that a step computes from the same inputs as the reference, relative to the number plus the root mean square of
 /// its row. Rounding to bf16 gives 0.002 for the output, and as much for each normalised input, rotated key and attention weight, added up
 /// like random signs: 0.005 is one deviation. The worst seen on an H200 is 0.03 for the tiny models and 0.10 for SmolLM2.
-pub const STEP_BOUND: f32 = 0.15;
+pub const STEP_BOUND: f32 = 0.1;
 
 /// Scores of experts that lie closer than this may change places: a logit is off by what bf16 inputs cost, 0.01 or so.
 pub const ROUTE_MARGIN: f32 = 0.02;

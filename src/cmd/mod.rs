@@ -17,7 +17,7 @@ pub use crate::gpu::comm::Algorithm;
 use crate::gpu::links::{self, Collectives, Measure};
 pub use crate::gpu::machine::Slice;
 pub use crate::gpu::params::COMM_MAX_RANKS;
-use crate::gpu::ranks::{Conductor, Setup};
+use crate::gpu::ranks::{Conductor, LastResort, Setup};
 use crate::gpu::{self, comm, machine, nccl, weights::Source};
 use crate::model::checkpoint::{Checkpoint, Dtype, Read};
 use crate::model::config::Config;
@@ -74,6 +74,8 @@ pub struct ModelOptions {
     pub ranks_per_gpu: usize,
     /// None: what is fastest at start.
     pub collective: Option<Algorithm>,
+    /// Whether every rank has all of attention; None: where that is faster.
+    pub whole_attention: Option<bool>,
     /// The NCCL library; None: where the system finds it.
     pub nccl: Option<PathBuf>,
     /// An error instead of a slower way where GPUs do not reach each other's memory.
@@ -178,7 +180,7 @@ impl Model {
         cpu::compute_on_this_thread();
         // Before anything is read: a machine that cannot run it says so at once.
         let gpus = rank_gpus(options)?;
-        let ranks = Ranks { rank: 0, count: gpus.len() };
+        let ranks = Ranks { whole_attention: options.whole_attention == Some(true), ..Ranks::new(0, gpus.len()) };
         if options.slice.is_some() && (ranks.count > 1 || options.device != Device::Cuda) {
             bail!("--slice: expected --device cuda and one rank, whose share is measured alone");
         }
@@ -283,7 +285,12 @@ impl Model {
                     if verbose {
                         let known = if found.cached { " (measured before)" } else { "" };
                         found.tuned.iter().for_each(|tuned| tell(format_args!("sums of {tuned}{known}")));
+                        found.attention.iter().for_each(|attention| tell(format_args!("attention: {attention}")));
+                        if conductor.first().ranks().split_drafter {
+                            tell(format_args!("drafter: its layer is divided among the ranks"));
+                        }
                     }
+                    decode = plan::target(&config, Pass::Verify { width: 1 }, conductor.first().ranks(), &[])?;
                     (Box::new(conductor), timings)
                 } else {
                     let machine = match options.slice {
@@ -387,13 +394,22 @@ fn setup(options: &ModelOptions, gpus: Vec<usize>, config: Config, weights: Opti
     }
     let collectives = Collectives {
         algorithm: options.collective,
+        whole_attention: options.whole_attention,
+        split_drafter: None,
         nccl: options.nccl.clone(),
         require_p2p: options.require_p2p,
         measure: links::cache_path().map_or(Measure::Anew, Measure::Cached),
         link: comm::Options::default(),
     };
     let places = gpus.clone();
-    Setup { gpus, open: Box::new(move |rank| gpu::open(places[rank])), collectives, config, weights, options: machine }
+    let last_resort = LastResort {
+        after: Duration::from_secs(4),
+        end: |error| {
+            tell(format_args!("error: {error:#}"));
+            signal::leave(error::exit_code(error))
+        },
+    };
+    Setup { gpus, open: Box::new(move |rank| gpu::open(places[rank])), collectives, config, weights, options: machine, last_resort }
 }
 
 fn model_dir(options: &ModelOptions) -> Result<PathBuf> {

@@ -174,7 +174,7 @@ impl Reference {
         let rank = |rank| -> Result<Rank> {
             let ranks = Ranks { rank, ..ranks };
             let kv = plan::target(&config, Pass::Verify { width: 1 }, ranks, &[])?.kv;
-            let vectors = weights.iter().filter(|(_, w)| w.cols == 1).map(|(id, w)| Ok((id, floats(w, ranks)?)));
+            let vectors = weights.iter().filter(|(_, w)| w.cols == 1).map(|(id, w)| Ok((id, floats(w, ranks.of(id.role))?)));
             let (buffers, margins) = (BTreeMap::new(), Vec::new());
             Ok(Rank { ranks, vectors: vectors.collect::<Result<_>>()?, buffers, cache: Cache::new(kv, capacity), margins })
         };
@@ -260,7 +260,7 @@ impl Reference {
             let numbers = self.ranks[shown].buffers.get_mut(buffer.name).expect("buffers of a plan exist");
             observe(step, &mut numbers[..n], buffer.dim);
             // What all ranks hold alike stays so when `observe` changes it.
-            if let (Step::Embed { .. } | Step::AllReduce { .. } | Step::Router(_), true) = (step, plans.len() > 1) {
+            if plans.len() > 1 && matches!(buffer.kind, BufferKind::Stream | BufferKind::Routes) {
                 let numbers = numbers[..n].to_vec();
                 self.ranks.iter_mut().for_each(|rank| {
                     rank.buffers.get_mut(buffer.name).expect("ranks have the same buffers")[..n].copy_from_slice(&numbers)
@@ -562,7 +562,8 @@ impl Rank {
         // [n, rows]: one weight row meets every token while it is in the cache.
         let mut sums = vec![0.0f32; linear.n * rows];
         let mut first = 0;
-        for (part, slice) in weight.part_of_rank(self.ranks.rank, self.ranks.count)?.iter().enumerate() {
+        let ranks = self.ranks.of(linear.weight.role);
+        for (part, slice) in weight.part_of_rank(ranks.rank, ranks.count)?.iter().enumerate() {
             let n = slice.rows.len();
             let sums = &mut sums[first * rows..(first + n) * rows];
             products(&Numbers::of_part(weight, part)?, weight.cols, slice, &inputs, rows, sums);

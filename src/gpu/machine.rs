@@ -38,7 +38,7 @@ const CATCH_UP_ROWS: usize = PREFILL_ROWS[0];
 const STATE_BYTES: usize = std::mem::size_of::<State>();
 
 /// A pass that gives no record for this long has hung.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(6);
 
 #[derive(Clone)]
 pub struct Options {
@@ -143,8 +143,21 @@ impl Machine {
         let require_graphs = options.require_graphs;
         let fail_capture = options.fail_capture;
         let mut machine = Machine::build(gpu, &mut link, None, config, source, options, progress).inspect_err(|e| fail(&link, e))?;
-        machine.capture(require_graphs, fail_capture).inspect_err(|e| fail(&machine.link, e)).context("capture")?;
-        Ok(machine)
+        let captured = machine.capture(require_graphs, fail_capture).inspect_err(|e| fail(&machine.link, e)).context("capture");
+        match captured {
+            Ok(()) => Ok(machine),
+            Err(e) if machine.link.is_none() => Err(e),
+            Err(e) => {
+                machine.abandon();
+                Err(e)
+            }
+        }
+    }
+
+    /// Leaves everything to the end of the process, which is near: after the failure of one of several ranks a call that frees memory may wait, in the driver, for a
+    /// kernel of any GPU that reaches it.
+    pub(super) fn abandon(self) {
+        std::mem::forget(self);
     }
 
     /// Everything but the graphs. The link stays where it is until nothing can fail.
@@ -157,8 +170,7 @@ impl Machine {
         mut options: Options,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Machine> {
-        let of_link = |link: &Link| Ranks { rank: link.rank, count: link.ranks() };
-        let ranks = slice.map(|slice| slice.ranks).or(link.as_ref().map(of_link)).unwrap_or(Ranks::ONE);
+        let ranks = slice.map(|slice| slice.ranks).or(link.as_ref().map(Link::as_ranks)).unwrap_or(Ranks::ONE);
         let drafter = options.drafter.take();
         let taps = drafter.as_ref().map_or(&[][..], |d| &d.shape.taps);
         let passes = WIDTHS.map(|width| Pass::Verify { width }).into_iter().chain(PREFILL_ROWS.map(|rows| Pass::Prefill { rows }));
@@ -175,7 +187,7 @@ impl Machine {
             let prefill = PREFILL_ROWS.map(|rows| Pass::DraftPrefill { rows });
             let draft = (1..=MAX_DRAFTS).map(|drafts| Pass::Draft { width: MAX_DRAFTS + 1, drafts });
             for pass in prefill.into_iter().chain(draft) {
-                plans.insert(pass, plan::drafter(&d.shape, pass, Ranks::ONE)?); // whole on every rank
+                plans.insert(pass, plan::drafter(&d.shape, pass, if ranks.split_drafter { ranks } else { Ranks::ONE })?);
             }
         }
         for plan in plans.values() {
@@ -522,7 +534,7 @@ impl Machine {
             let waited = start.elapsed();
             self.check_link()?;
             if waited > PATIENCE {
-                self.gpu.synchronize()?;
+                self.gpu.is_idle()?; // an error says what stopped it
                 return Err(machine(format!("{} gave no result of pass {pass} in {} s", self.gpu.info().name, PATIENCE.as_secs())));
             }
             // A pass takes tens of microseconds at least: after a short spin the core is given back.
@@ -740,7 +752,7 @@ fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>, ranks
     }
     if let (Some(drafter), Source::Checkpoint(target)) = (drafter, source) {
         let same_tensor = |a: Option<&Weight>, b: Option<&Weight>| a.zip(b).is_some_and(|(a, b)| a.parts[0].is(&b.parts[0]));
-        // The drafter is whole on every rank; of several ranks, none has the whole head.
+        // The drafter's head is whole on every rank; of several ranks, none has the target's whole head.
         let whole: &[Role] = if ranks.count == 1 && !config.tied { &[Role::Embed, Role::Head] } else { &[Role::Embed] };
         for role in [Role::DraftEmbed, Role::DraftHead] {
             let same = whole.iter().find(|&&r| same_tensor(target.find(id(r)), drafter.weights.find(id(role))));
@@ -974,7 +986,7 @@ impl Backend for Machine {
         for (i, step) in launcher.plan.steps.iter().enumerate() {
             launcher.step(i).with_context(|| format!("step {}", step.name()))?;
             if let Step::Router(_) = step {
-                used.push(self.gpu.download::<ExpertWork>(self.arena.expert_work.at(0), 1)?[0].n_routed as f64);
+                used.push(self.gpu.download::<ExpertWork>(self.arena.expert_work.at(0), 1)?[0].n as f64);
             }
         }
         self.passes = self.passes.wrapping_add(1); // Accept has written a record

@@ -193,16 +193,16 @@ impl Layout {
                 // A drafter's roles and layers are its own: each id is in one of the two.
                 let get = |id: WeightId| drafter.and_then(|d| d.find(id)).unwrap_or_else(|| weights.get(id));
                 let total = owned.iter().map(|id| matrices[id].bytes()).sum();
-                let mut upload = Upload::new(gpu, kernels, ranks, total, progress)?;
+                let mut upload = Upload::new(gpu, kernels, total, progress)?;
                 for &id in &owned {
-                    upload.matrix(get(id), &matrices[&id])?;
+                    upload.matrix(get(id), ranks.of(id.role), &matrices[&id])?;
                 }
                 for (&id, pair) in &absorbed {
-                    upload.absorbed(get(id), pair)?;
+                    upload.absorbed(get(id), ranks.of(id.role), pair)?;
                 }
                 read_bytes = upload.finish()?;
                 for (id, vector) in &self.vectors {
-                    let numbers = floats_of(get(*id), ranks, vector.n)?;
+                    let numbers = floats_of(get(*id), ranks.of(id.role), vector.n)?;
                     if vector.float {
                         gpu.upload(&numbers, vectors[id])?;
                     } else {
@@ -215,9 +215,9 @@ impl Layout {
                 let fill = Fill { gpu, kernels };
                 let n_sums = 2 * owned.iter().filter(|id| id.role == Role::O).count().max(1);
                 for (i, id) in owned.iter().enumerate() {
-                    // Every rank has the same embedding, latents, router and drafter, and other parts of the rest.
-                    let shared = matches!(id.role, Role::Embed | Role::QkvA | Role::Router) || id.role >= Role::DraftEmbed;
-                    let rank = if shared { 0 } else { ranks.rank as u64 };
+                    // Every rank has the same embedding, latents and router, and other parts of what is divided.
+                    let shared = matches!(id.role, Role::Embed | Role::QkvA | Role::Router);
+                    let rank = if shared { 0 } else { ranks.of(id.role).rank as u64 };
                     // Embeddings of variance 1, and as much from all layers together: rows stay different from each other, and so do their experts.
                     let gain = match id.role {
                         Role::Embed => (matrices[id].parts[0].k as f32).sqrt(),
@@ -325,7 +325,6 @@ const MAX_GRID_ROWS: usize = 32768;
 struct Upload<'a> {
     gpu: &'a Gpu,
     kernels: &'a Kernels,
-    ranks: Ranks,
     buffers: Vec<(Pinned<u8>, Memory, Event)>,
     /// The buffer being filled, and its bytes that are taken.
     next: usize,
@@ -396,13 +395,7 @@ impl Read<'_> {
 }
 
 impl<'a> Upload<'a> {
-    fn new(
-        gpu: &'a Gpu,
-        kernels: &'a Kernels,
-        ranks: Ranks,
-        total: usize,
-        progress: &'a mut dyn FnMut(usize, usize),
-    ) -> Result<Upload<'a>> {
+    fn new(gpu: &'a Gpu, kernels: &'a Kernels, total: usize, progress: &'a mut dyn FnMut(usize, usize)) -> Result<Upload<'a>> {
         let bytes = STAGING_BYTES.min(total.next_multiple_of(1 << 20));
         let mut buffers = Vec::new();
         for _ in 0..2 {
@@ -411,11 +404,11 @@ impl<'a> Upload<'a> {
             buffers.push((gpu.pinned(bytes)?, gpu.allocate(bytes)?, event));
         }
         let (reads, repacks) = (Vec::new(), Vec::new());
-        Ok(Upload { gpu, kernels, ranks, buffers, next: 0, used: 0, reads, repacks, done: 0, total, progress })
+        Ok(Upload { gpu, kernels, buffers, next: 0, used: 0, reads, repacks, done: 0, total, progress })
     }
 
-    fn matrix(&mut self, weight: &'a Weight, matrix: &Matrix) -> Result<()> {
-        let slices = weight.part_of_rank(self.ranks.rank, self.ranks.count)?;
+    fn matrix(&mut self, weight: &'a Weight, ranks: Ranks, matrix: &Matrix) -> Result<()> {
+        let slices = weight.part_of_rank(ranks.rank, ranks.count)?;
         let each = weight.parts.len() / weight.n_experts;
         for expert in 0..weight.n_experts {
             let mut first = 0;
@@ -658,8 +651,8 @@ impl<'a> Upload<'a> {
     }
 
     /// Both halves of kv_b: of each head rows that make its key, transposed, and rows that make its value.
-    fn absorbed(&mut self, weight: &'a Weight, pair: &Absorbed) -> Result<()> {
-        let slice = weight.part_of_rank(self.ranks.rank, self.ranks.count)?.swap_remove(0);
+    fn absorbed(&mut self, weight: &'a Weight, ranks: Ranks, pair: &Absorbed) -> Result<()> {
+        let slice = weight.part_of_rank(ranks.rank, ranks.count)?.swap_remove(0);
         let d = pair.dims;
         let numbers = numbers_of(weight, &slice)?;
         let head = (d.nope_dim + d.v_dim) * d.kv_rank;
