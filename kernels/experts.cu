@@ -317,12 +317,17 @@ __device__ __forceinline__ typename Stream<F, kColumns>::At up_run(const ExpertP
   const int thread = thread_index_anew();
   return Stream<F, kColumns>::run(m, of.expert, of.tile, p.k, Run<F>(p.k, thread >> 5, kExpertWarps).first, thread & 31);
 }
-template <class F, int kColumns>
-__device__ __forceinline__ void up_tile(Stream<F, kColumns>& stream, const ExpertParams& p, const ExpertMatrix& m, const Up& of, const typename Stream<F, kColumns>::At& next, const unsigned char* slot_of, float4 (*partial)[kColumns][32], const float* inverse) {
+template <class F, int kColumns, bool kShared>
+__device__ __forceinline__ void up_tile(Stream<F, kColumns>& stream, const ExpertParams& p, const ExpertMatrix& m, const Up& of, const typename Stream<F, kColumns>::At& next, const Chosen<kColumns * 8>& chosen, float4 (*partial)[kColumns][32], const float* inverse) {
   const unsigned by = of.by;
   const int n = __popc(by), tile = of.tile;
   // Column j is the j-th row that wants the expert.
-  const auto row_of = [&](int j) { unsigned rest = by; for (int i = 0; i < j; i++) rest &= rest - 1; return __ffs(rest) - 1; };
+  const auto row_of = [&](int j) {
+    unsigned rest = by;
+#pragma unroll 1
+    for (int i = 0; i < j; i++) rest &= rest - 1;
+    return __ffs(rest) - 1;
+  };
   {
     const int thread = thread_index_anew(), warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const Run<F> run(p.k, warp, kExpertWarps);
@@ -355,7 +360,7 @@ __device__ __forceinline__ void up_tile(Stream<F, kColumns>& stream, const Exper
     const int row = wanted ? row_of(a.column) : 0, j = tile * 8 + (a.n & 7);
     y = __fmul_rn(inverse[row], y);
     const float up = __shfl_xor_sync(0xffffffffu, y, 2);
-    const int slot = slot_of ? slot_of[row * kMaxExperts] : p.route.top_k;
+    const int slot = kShared ? p.route.top_k : chosen.slot_of[row][of.expert];
     if (wanted && a.n < 8 && j < m.dim) p.act[(size_t)row * p.act_stride + slot * p.routed.dim + j] = __float2bfloat16(__fmul_rn(silu(y), up));
   }
 }
@@ -382,7 +387,7 @@ __device__ __forceinline__ void experts_up(const ExpertParams& p) {
     inverse_of_rows(p, rows, inverse);   // up_tile has a barrier before it reads them
     for (int tile = block; tile < shared_tiles; tile += blocks, buffer ^= 1) {
       const typename Stream<Common, kColumns>::At none{};
-      up_tile<Common, kColumns>(stream, p, p.shared, {0, tile, (1u << rows) - 1}, tile + blocks < shared_tiles ? up_run<Common, kColumns>(p, p.shared, {0, tile + blocks, 0}) : none, nullptr, partial[buffer], inverse);
+      up_tile<Common, kColumns, true>(stream, p, p.shared, {0, tile, (1u << rows) - 1}, Stream<Common, kColumns>::kFlows && tile + blocks < shared_tiles ? up_run<Common, kColumns>(p, p.shared, {0, tile + blocks, 0}) : none, chosen, partial[buffer], inverse);
     }
     __syncthreads();
     // Its first tile of the others, if even rows that share nothing have so many.
@@ -405,7 +410,7 @@ __device__ __forceinline__ void experts_up(const ExpertParams& p) {
   while (now.expert >= 0) {
     const Up after = up_of(++round);
     const typename Stream<Routed, kColumns>::At none{};
-    up_tile<Routed, kColumns>(stream, p, p.routed, now, after.expert >= 0 ? up_run<Routed, kColumns>(p, p.routed, after) : none, &chosen.slot_of[0][now.expert], partial[buffer], inverse);
+    up_tile<Routed, kColumns, false>(stream, p, p.routed, now, Stream<Routed, kColumns>::kFlows && after.expert >= 0 ? up_run<Routed, kColumns>(p, p.routed, after) : none, chosen, partial[buffer], inverse);
     buffer ^= 1;
     now = after;
   }
