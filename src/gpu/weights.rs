@@ -226,8 +226,8 @@ impl Layout {
                     };
                     fill.matrix(&matrices[id], seed.wrapping_add(i as u64 | rank << 20) << 40, gain)?;
                 }
-                for (i, pair) in absorbed.values().enumerate() {
-                    let seed = seed.wrapping_add((owned.len() + 2 * i) as u64 | (ranks.rank as u64) << 20);
+                for (i, (id, pair)) in absorbed.iter().enumerate() {
+                    let seed = seed.wrapping_add((owned.len() + 2 * i) as u64 | (ranks.of(id.role).rank as u64) << 20);
                     fill.matrix(&pair.keys, seed << 40, 1.0)?;
                     fill.matrix(&pair.values, (seed + 1) << 40, 1.0)?;
                 }
