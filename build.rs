@@ -47,7 +47,8 @@ fn main() {
                 fail(&format!("VOLLEY_FATBIN_DIR: {}: {e}", dir.join(&name).display()));
             }
         }
-        (sources, "kernels compiled elsewhere (VOLLEY_FATBIN_DIR)".to_string(), wanted_archs().iter().map(|a| format!("sm_{a}")).collect())
+        let targets: Vec<String> = wanted_archs().iter().map(|a| format!("sm_{a}")).collect();
+        (sources, format!("compiled elsewhere (VOLLEY_FATBIN_DIR), {}", targets.join(" ")), targets)
     } else if let Some((nvcc, version)) = find_nvcc(&root) {
         let targets = targets(&nvcc);
         compile(&nvcc, &version, &targets, &sources, &headers, &out);

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, in under ten minutes, with one short table at the end: doctor, tests/gpu.rs, tests/comm.rs, latencies, compute-sanitizer, time from
-# exec to the first token, speculation, load from disk, Ctrl-C at any moment, soaks, NCCL. Builds nothing and needs no cargo, so that the binaries may come from another machine:
+# exec to the first token, speculation, load from disk, Ctrl-C at any moment, soaks, NCCL, 20 equal runs, a long conversation, rest. ONLY=plots measures what
+# scripts/plot_bench.py draws, nothing else does. Builds nothing and needs no cargo, so that the binaries may come from another machine:
 #   scripts/gpu_check.sh VOLLEY GPU_TEST COMM_TEST          (target/release/volley, target/release/deps/gpu-..., target/release/deps/comm-...)
 # VOLLEY_MODEL=DIR is SmolLM2 (scripts/fetch_smollm2.py); without it what needs it is skipped. Logs go to $OUT, else target/gpu_check. ONLY=tests,bench runs some stages.
 # NCCL is the system's or PyTorch's; carry/nccl/*.xz*, if it is there, holds one of 2.30 or later, whole or in pieces (scripts/slim_nccl.py made it small). SOAK=N replays in each soak instead of 50,000.
@@ -114,7 +115,13 @@ if wanted load; then
       run "load_$state" 90 "$volley" bench -v -m "$big" --draft none -c 1024 -p 16 -g 2 -r 1 --device cuda
       rates+=" $state $(grep -ao 'weights in [0-9]* ms' "$logs/load_$state.log" | awk '{ printf "%.2f", 16060.5 / $3 }')"
     done
-    verdict load "GB/s:$rates; disk (direct reads) $disk; page cache dropped before the cold one: $dropped"
+    # O05: with plain reads the host holds pieces, not shards. VmHWM also counts the driver and pages that are mapped.
+    "$volley" bench -m "$big" --draft none --no-mmap -c 1024 -p 16 -g 2 -r 1 --device cuda >"$logs/load_host.log" 2>&1 & pid=$!
+    host=0; while kb=$(awk '/VmHWM/ { print $2 }' /proc/$pid/status 2>/dev/null) && [ -n "$kb" ]; do host=$kb; sleep 0.05; done
+    wait $pid || code=$?
+    shard=$(stat -c %s "$big/model-00001-of-00004.safetensors")
+    [ $((host * 1024)) -lt $((2 * shard)) ] || { code=1; echo "error: $host KB of host memory, two shards have $((2 * shard)) bytes" >>"$logs/load.log"; }
+    verdict load "GB/s:$rates; disk (direct reads) $disk; page cache dropped before the cold one: $dropped; host memory with --no-mmap $((host / 1024)) MiB at most"
   fi
   rm -rf "$big"
 fi
@@ -162,6 +169,41 @@ if wanted interrupt && [ -n "$model" ]; then
   run ranks_start 60 "$volley" run -v -m "$model" --tp 3 --ranks-per-gpu 3 -n 1 hi
   verdict ranks_start "$(grep -aE 'graphs in' "$logs/ranks_start.log")"
   interrupts interrupt_ranks --tp 3 --ranks-per-gpu 3
+fi
+
+if wanted determinism && [ -n "$model" ]; then
+  # 20 runs each, sampled with one seed, with the drafter and without: one text.
+  start=$SECONDS; code=0; : >"$logs/determinism.log"
+  for draft in none models/smollm2-135m-instruct-eagle3 models/smollm2-135m-instruct-eagle3,ngram; do
+    for _ in $(seq 20); do
+      "$volley" run -m "$model" --draft $draft --device cuda -t 0.8 --top-p 0.95 --seed 7 -n 200 --ignore-eos "Tell me a story." </dev/null 2>&1 | md5sum >>"$logs/determinism.log"
+    done
+  done
+  texts=$(sort -u "$logs/determinism.log" | wc -l); took=$((SECONDS - start))
+  [ "$texts" = 1 ] || { code=1; echo "error: $texts texts of one seed" >>"$logs/determinism.log"; }
+  "$volley" run -m "$model" --device cuda -t 0.8 -n 1 hi </dev/null 2>&1 >/dev/null | grep -q '^seed: [0-9]*$' || { code=1; echo "error: a drawn seed was not printed" >>"$logs/determinism.log"; }
+  verdict determinism "60 runs, $texts text"
+fi
+if wanted long && [ -n "$model" ]; then
+  # O15, O16, O24: 10,000 tokens; then rest: the power without a process, and with one that waits at the prompt.
+  power() { nvidia-smi --query-gpu=power.draw,utilization.gpu --format=csv,noheader,nounits | head -1; }
+  sleep 5; before=$(power); memory=$(used_mb)
+  for draft in none models/smollm2-135m-instruct-eagle3,ngram; do
+    run "long_${draft%%/*}" 120 python3 scripts/long_chat.py "$volley" --model "$model" --device cuda --draft $draft --tokens 10000 --context 2048 --checks 15
+    verdict "long_${draft%%/*}" "$(tail -1 "$logs/long_${draft%%/*}.log")"; cat "$logs/long_${draft%%/*}.log"
+  done
+  mkfifo "$logs/rest.fifo" 2>/dev/null; "$volley" chat -m "$model" --device cuda <"$logs/rest.fifo" >"$logs/rest.log" 2>&1 & pid=$!
+  exec 9>"$logs/rest.fifo"; echo "Tell me a story." >&9; sleep 12; rest=$(power); exec 9>&-; wait $pid; code=$?; rm -f "$logs/rest.fifo"
+  [ "${rest#*, }" = 0 ] || { code=1; echo "error: the GPU is ${rest#*, } % busy at rest" >>"$logs/rest.log"; }
+  awk -v a="${before%,*}" -v b="${rest%,*}" 'BEGIN { exit !(b > a + 60) }' && { code=1; echo "error: $rest W at rest, $before without a process" >>"$logs/rest.log"; }
+  took=12; verdict rest "GPU W, % busy: $before without a process, $rest with one that waits; memory $memory MB before, $(used_mb) MB after"
+fi
+if [[ ,${ONLY:-}, == *,plots,* ]]; then
+  # JSON for scripts/plot_bench.py: latency by depth, cost by width.
+  widths=1,2,3,4,5,6,7,8,16
+  [ -z "$model" ] || bench plot_smollm2 20 -m "$model" --draft none -p 64 -g 64 -r 2 -d 0,1024,4096 --widths $widths
+  bench plot_1b 35 --random -m tests/shapes/llama-3.2-1b -c 20000 -p 64 -g 64 -r 2 -d 0,1024,4096,16384 --widths $widths
+  bench plot_8b 45 --random -m tests/shapes/llama-3.1-8b -c 20000 -p 64 -g 48 -r 2 -d 0,1024,4096,16384 --widths $widths
 fi
 
 printf '\n%s' "$table"

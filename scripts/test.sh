@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every check of this repository in one command, without input: format, lints, kernels (compiled for both chips, run on the CPU), tests, and an answer
+# Every check of this repository in one command, without input: format, lints, licences, kernels (compiled for both chips, run on the CPU), tests, and an answer
 # from the binary. Ends with one line that counts the tests. With CI set, downloads and build products are kept in $XDG_CACHE_HOME/volley, so that
 # fresh clones on one machine share them. Needs what scripts/answer.sh needs.
 set -euo pipefail
@@ -35,6 +35,7 @@ run format cargo fmt --check
 run model python3 scripts/fetch_smollm2.py
 run compiler scripts/cuda-toolchain.sh
 run lint cargo clippy --all-targets -- -D warnings
+run licences python3 scripts/licences.py
 run kernels python3 scripts/check_kernels.py
 run shim scripts/test_kernels.sh
 run answer answer

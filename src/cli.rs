@@ -3,11 +3,12 @@
 //! argh reads the flags. What it lacks is added here: flags that several commands share (the `command!` macros), and `--name=value`, `-n5`,
 //! `-vv`, a lone `-` (`spread`). A new flag is a field in one of the macros or structs and a line in the conversion below it.
 use crate::cmd::{bench, chat, doctor, run, Algorithm, AnswerOptions, Device, Draft, ModelOptions, Ranks, Slice, COMM_MAX_RANKS};
+use crate::completions::{Program, Values};
 use crate::decode::Sampling;
 use crate::decode::MAX_DRAFTS;
 use crate::error;
 use anyhow::{bail, Result};
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use std::ffi::OsString;
 use std::io::Write;
 use std::path::PathBuf;
@@ -58,14 +59,15 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Result<u8> {
             bench::bench(&model, &options)
         }
         Some(Command::Doctor(d)) => doctor::doctor(&d.model_options()),
+        Some(Command::Completions(c)) => print(completions(c.shell).trim_end()),
         None => bail!("expected a command: {}; volley --help explains them", COMMANDS.join(", ")),
     }
 }
 
-const COMMANDS: [&str; 4] = ["chat", "run", "bench", "doctor"];
+const COMMANDS: [&str; 5] = ["chat", "run", "bench", "doctor", "completions"];
 
 /// A decode engine for one person and one stream: the lowest latency per token that the memory allows.
-#[derive(FromArgs)]
+#[derive(FromArgs, ArgsInfo)]
 #[argh(
     help_triggers("-h", "--help"),
     example = "volley chat",
@@ -82,19 +84,20 @@ struct Volley {
     command: Option<Command>,
 }
 
-#[derive(FromArgs)]
+#[derive(FromArgs, ArgsInfo)]
 #[argh(subcommand)]
 enum Command {
     Chat(Chat),
     Run(Run),
     Bench(Bench),
     Doctor(Doctor),
+    Completions(Completions),
 }
 
 /// A command: its own flags, then those that every command has. They say which model runs where.
 macro_rules! command {
     ($(#[$attribute:meta])* $name:ident { $($own:tt)* }) => {
-        #[derive(FromArgs)]
+        #[derive(FromArgs, ArgsInfo)]
         $(#[$attribute])*
         struct $name {
             $($own)*
@@ -549,6 +552,63 @@ command! {
         note = "One line a check. Exit codes: 0 all hold, 1 some do not, 2 bad flag or model, 3 driver, GPU or memory."
     )]
     Doctor {}
+}
+
+/// Print a completion script for a shell.
+#[derive(FromArgs, ArgsInfo)]
+#[argh(
+    subcommand,
+    name = "completions",
+    help_triggers("-h", "--help"),
+    example = "volley completions bash > ~/.local/share/bash-completion/completions/volley",
+    example = "volley completions zsh > ~/.zfunc/_volley",
+    example = "volley completions fish > ~/.config/fish/completions/volley.fish"
+)]
+struct Completions {
+    /// bash, zsh or fish
+    #[argh(positional)]
+    shell: Shell,
+}
+
+#[derive(Clone, Copy)]
+enum Shell {
+    Bash,
+    Zsh,
+    Fish,
+}
+
+impl FromStr for Shell {
+    type Err = String;
+    fn from_str(word: &str) -> Result<Shell, String> {
+        match word {
+            "bash" => Ok(Shell::Bash),
+            "zsh" => Ok(Shell::Zsh),
+            "fish" => Ok(Shell::Fish),
+            _ => Err("expected bash, zsh or fish".into()),
+        }
+    }
+}
+
+fn completions(shell: Shell) -> String {
+    let mut info = Volley::get_args_info();
+    info.name = "volley";
+    let collectives: Vec<&str> = ["auto"].into_iter().chain(Algorithm::NAMES.map(|(name, _)| name)).collect();
+    let values = |name: &str| match name {
+        "--model" => Values::Folder,
+        "--nccl" | "--weights" | "--prompts" => Values::File,
+        "--device" => Values::Words(&["auto", "cpu", "cuda"]),
+        "--collective" => Values::Words(&collectives),
+        "--draft" => Values::WordsOrFolder(&["none", "ngram", "mtp"]),
+        "--draft-tokens" => Values::Words(&["auto", "1", "2", "3", "4", "5", "6", "7"]),
+        "completions" => Values::Words(&["bash", "zsh", "fish"]),
+        _ => Values::Any,
+    };
+    let program = Program { info: &info, values: &values };
+    match shell {
+        Shell::Bash => program.bash(),
+        Shell::Zsh => program.zsh(),
+        Shell::Fish => program.fish(),
+    }
 }
 
 /// `128,512`

@@ -44,6 +44,13 @@ impl fmt::Display for Internal {
 impl std::error::Error for Machine {}
 impl std::error::Error for Internal {}
 
+/// The one line that is shown. What others wrote may be part of it: control characters, which could start a new line or move a terminal's
+/// cursor, are spelled out.
+pub fn line(error: &anyhow::Error) -> String {
+    let is_bad = |c: char| c.is_control() || matches!(c, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    format!("{error:#}").chars().map(|c| if is_bad(c) { c.escape_default().to_string() } else { c.to_string() }).collect()
+}
+
 /// `FINE` for a closed stdout: `volley run | head -1` has what it wanted.
 pub fn exit_code(error: &anyhow::Error) -> u8 {
     if error.chain().any(|e| e.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe)) {
@@ -61,6 +68,11 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
 mod tests {
     use super::*;
     use anyhow::{anyhow, Context};
+
+    #[test]
+    fn lines() {
+        assert_eq!(line(&anyhow!("a\n\u{1b}[2Jb\u{202e}c é한").context("in x")), "in x: a\\n\\u{1b}[2Jb\\u{202e}c é한");
+    }
 
     #[test]
     fn codes() {

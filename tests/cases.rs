@@ -1,20 +1,21 @@
 //! User cases of the open set, on the real binary: each test is named after its case. Loading in finer detail is tested in checkpoint.rs,
-//! text in text.rs, signals (O24) in cli.rs.
+//! text in text.rs, signals (O24) in cli.rs: docs/cases.md has the whole table.
 #[path = "support/binary.rs"]
 mod binary;
 #[path = "support/quantised.rs"]
 mod quantised;
 mod support;
 
-use binary::{finish, on, volley, Done};
+use binary::{finish, on, volley, Done, Terminal};
 use half::bf16;
 use quantised::{read_tensors, write_quantised, Scheme};
 use serde_json::{json, Value};
 use std::fs;
 use std::io::{Read, Write};
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::fs::symlink;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use support::{join_safetensors, shard_name, split_safetensors, write_safetensors, Head, BOS, CHATML, IM_END, IM_START, T0};
 use tempfile::TempDir;
@@ -75,6 +76,32 @@ fn bytes(text: &[u8]) -> Vec<u32> {
     text.iter().map(|&b| b.into()).collect()
 }
 
+/// docs/cases.md has all cases, and names tests that exist.
+#[test]
+fn the_table_of_cases_is_true() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let table = fs::read_to_string(root.join("docs/cases.md")).unwrap();
+    let (mut folders, mut sources) = (vec![root.join("tests"), root.join("src")], String::new());
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+            if entry.is_dir() {
+                folders.push(entry);
+            } else if entry.extension().is_some_and(|end| end == "rs") {
+                sources += &fs::read_to_string(entry).unwrap();
+            }
+        }
+    }
+    for case in 1..=25 {
+        assert!(table.contains(&format!("\n| O{case:02} ")), "O{case:02} is not in the table");
+    }
+    let is_test = |name: &&str| name.contains('_') && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_');
+    let named: Vec<&str> = table.split('`').skip(1).step_by(2).filter(is_test).collect();
+    assert!(named.len() > 80, "{named:?}");
+    for name in named {
+        assert!(sources.contains(&format!("fn {name}(")), "no test {name}");
+    }
+}
+
 #[test]
 fn o01_a_damaged_shard_does_not_load() {
     let check = |change: &dyn Fn(&Path), words: &[&str]| {
@@ -126,6 +153,10 @@ fn o02_absent_shards_are_listed_in_one_line() {
     fs::remove_file(dir.path().join(shard_name(1, 3))).unwrap();
     symlink("../blobs/gone", dir.path().join(shard_name(1, 3))).unwrap();
     on(dir.path(), "chat", &[], b"hi\n").expect_error(2, &[&shard_name(1, 3), &shard_name(3, 3), "dangling link"]);
+    // Before a GPU is opened, so that it is the error on a machine without one, too.
+    for device in ["cuda", "auto"] {
+        binary::run(&["run", "-m", dir.path().to_str().unwrap(), "--device", device, "hi"]).expect_error(2, &[&shard_name(3, 3)]);
+    }
 }
 
 #[test]
@@ -155,6 +186,38 @@ fn o05_mapped_and_plain_reads_are_equal() {
     let plain = on(dir.path(), "run", &["-v", "-n", "20", "--no-mmap", "hi"], b"").expect(0);
     assert_eq!(mapped.out, plain.out);
     assert!(mapped.err.contains("mapped") && plain.err.contains("plain reads"), "{} {}", mapped.err, plain.err);
+}
+
+/// A library that stands for slow storage: support/slow_storage.c.
+fn slow_storage(dir: &Path) -> std::path::PathBuf {
+    let (source, library) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/slow_storage.c"), dir.join("slow_storage.so"));
+    let compiled = Command::new("g++").args(["-xc", "-O1", "-shared", "-fPIC", "-o"]).arg(&library).arg(source).arg("-ldl").status();
+    assert!(compiled.expect("g++, which the kernels' tests need too").success());
+    library
+}
+
+/// On a network mount weights are read, not mapped, in few large pieces and nothing that is not needed; at a terminal a load that takes its time
+/// shows bytes and rate.
+#[test]
+fn o05_a_slow_network_mount() {
+    let (padding, shards) = (6 << 20, 2);
+    let t0 = T0::new().shards(shards).padding(padding).set("hidden_size", 1024).set("intermediate_size", 4096);
+    let dir = made(&t0);
+    let (library, log) = (slow_storage(dir.path()), dir.path().join("reads"));
+    let mut command = volley(&["run", "-m", dir.path().to_str().unwrap(), "--device", "cpu", "-v", "-n", "1", "hi"]);
+    command.env("LD_PRELOAD", library).env("SLOW_LOG", &log).env("SLOW_MS", "400");
+    let mut terminal = Terminal::start(command);
+    terminal.send("\x04"); // stdin is a terminal, and is not read
+    let (shown, code) = terminal.end();
+    assert_eq!(code, Some(0), "{shown}");
+    assert!(shown.contains("plain reads") && !shown.contains("mapped"), "{shown}");
+    assert!(shown.contains("loading") && shown.contains("MiB of ") && shown.contains("MiB/s"), "{shown}");
+    let reads: Vec<usize> = fs::read_to_string(log).unwrap().lines().map(|line| line.parse().unwrap()).collect();
+    let used: usize = t0.tensors().iter().filter(|tensor| tensor.dtype == "BF16").map(|tensor| tensor.bytes.len()).sum();
+    let (large, small): (Vec<usize>, Vec<usize>) = reads.iter().partition(|bytes| **bytes >= 1 << 20);
+    // Small: two for each header, and the tail of each of at most six runs.
+    assert!(small.len() <= 2 * shards + 6, "{reads:?}");
+    assert!(large.len() >= 2 && reads.iter().sum::<usize>() < used + (64 << 10), "{reads:?}, {used} bytes are used");
 }
 
 #[test]
@@ -297,6 +360,32 @@ fn o09_characters_over_several_tokens() {
     assert_eq!(whole.matches('\u{fffd}').count(), 2);
 }
 
+/// Every write ends with a whole character, and what can be shown is written at once: stdout is a socket that keeps writes apart.
+#[test]
+fn o09_writes_end_between_characters() {
+    let script = [&b"\xf0\x9f\x98\x80"[..], b"\xed\x95\x9c", b"a", b"\xc3\xa9", b"b"].concat();
+    let dir = scripted(&bytes(&script));
+    let mut ends = [0; 2];
+    // SAFETY: the call fills two descriptors, which are then owned.
+    let [ours, theirs] = unsafe {
+        assert_eq!(libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0, ends.as_mut_ptr()), 0);
+        ends.map(|end| OwnedFd::from_raw_fd(end))
+    };
+    let mut command = volley(&["run", "-m", dir.path().to_str().unwrap(), "--device", "cpu", "hi"]);
+    let child = command.stdout(Stdio::from(theirs)).spawn().unwrap();
+    drop(command); // and with it our copy of their end
+    let (mut from, mut writes) = (fs::File::from(ours), Vec::new());
+    loop {
+        let mut packet = [0; 4096];
+        match from.read(&mut packet).unwrap() {
+            0 => break,
+            n => writes.push(String::from_utf8(packet[..n].to_vec()).expect("whole characters")),
+        }
+    }
+    finish(child).expect(0);
+    assert_eq!(writes, ["\u{1f600}", "한", "a", "é", "b", "\n"]);
+}
+
 #[test]
 fn o10_stop_strings_are_never_half_shown() {
     let text = "abcdefghijklmnop";
@@ -374,6 +463,8 @@ fn o12_temperatures_and_odd_mixes() {
     refused(&["--top-k", "-1"], &["--top-k", "-1", "from 0"]);
     refused(&["--repetition-penalty", "0"], &["repetition-penalty 0", "above 0"]);
     refused(&["--logit-bias", "512=1"], &["logit-bias for token 512", "0 to 511"]);
+    let all: Vec<String> = (0..512).flat_map(|id| ["--logit-bias".to_string(), format!("{id}=-inf")]).collect();
+    refused(&all.iter().map(String::as_str).collect::<Vec<_>>(), &["bans all 512 tokens"]);
 }
 
 /// Every sampling option changes the answer; ignored ones would be silent.

@@ -1,9 +1,12 @@
 //! Help, usage errors, pipes, exit codes, signals and the terminal, on the real binary. What models make of it is in cases.rs.
 #[path = "support/binary.rs"]
 mod binary;
+#[path = "support/drafter.rs"]
+mod drafter;
 mod support;
 
 use binary::{finish, on, run, run_with, signal, volley, wait, Terminal};
+use drafter::D0;
 use serde_json::json;
 use std::io::Read;
 use std::path::Path;
@@ -59,12 +62,60 @@ fn help_goes_to_stdout() {
     let version = run(&["--version"]).expect(0);
     assert!(version.text().starts_with(&format!("volley {}", env!("CARGO_PKG_VERSION"))));
     // What runs on which chip: machine code and portable code, or why there is none.
-    assert!(version.text().contains("\nkernels: "), "{}", version.text());
+    assert!(version.text().contains("\nkernels: ") && version.text().contains("\nNCCL: "), "{}", version.text());
     assert!(
         version.text().contains("sm_90a") && version.text().contains("portable code") || version.text().contains("no nvcc"),
         "{}",
         version.text()
     );
+}
+
+/// Every flag that --help has is in every script, and the shells accept the scripts.
+#[test]
+fn completions_of_every_flag() {
+    let dir = TempDir::new().unwrap();
+    for (shell, check) in [("bash", &["bash", "-n"] as &[&str]), ("zsh", &["zsh", "-n"]), ("fish", &["fish", "--no-execute"])] {
+        let script = run(&["completions", shell]).expect(0);
+        let (script, file) = (script.text(), dir.path().join(shell));
+        std::fs::write(&file, script).unwrap();
+        match Command::new(check[0]).args(&check[1..]).arg(&file).status() {
+            Ok(status) => assert!(status.success(), "{shell} does not accept it"),
+            // Past the capture of cargo test, so that it is counted.
+            Err(_) => {
+                drop(std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("skipped: no {shell} to check its completions with\n")))
+            }
+        }
+        let mut seen = 0;
+        for command in COMMANDS.iter().chain(&["doctor"]) {
+            let help = run(&[command, "--help"]).expect(0);
+            let words = help.text().lines().map(str::trim_start).filter(|line| line.starts_with('-')).flat_map(|line| {
+                line.split_whitespace().map(|word| word.trim_end_matches(',')).take_while(|word| word.starts_with('-')).collect::<Vec<_>>()
+            });
+            for flag in words.filter(|flag| !["-h", "--help"].contains(flag)) {
+                let fish = flag.strip_prefix("--").map_or_else(|| format!(" -s {}", &flag[1..]), |long| format!(" -l {long}"));
+                assert!(script.contains(if shell == "fish" { &fish } else { flag }), "{shell} has no {flag} of {command}");
+                seen += 1;
+            }
+        }
+        assert!(seen > 80, "only {seen} flags found");
+    }
+    // As bash asks it: words so far, and which of them the cursor is on.
+    let complete = |words: &[&str]| {
+        let script = format!(
+            "source {}; COMP_WORDS=({}); COMP_CWORD={}; _volley; echo \"${{COMPREPLY[@]}}\"",
+            dir.path().join("bash").display(),
+            words.join(" "),
+            words.len() - 1
+        );
+        String::from_utf8(Command::new("bash").args(["-c", &script]).output().unwrap().stdout).unwrap().trim().to_string()
+    };
+    assert_eq!(complete(&["volley", "d"]), "doctor");
+    assert_eq!(complete(&["volley", "run", "--device", "c"]), "cpu cuda");
+    assert_eq!(complete(&["volley", "bench", "--wi"]), "--widths");
+    assert_eq!(complete(&["volley", "completions", "z"]), "zsh");
+    assert_eq!(complete(&["volley", "run", "--draft", "ng"]), "ngram");
+    assert_eq!(complete(&["volley", "run", "-m", path(&dir)]), path(&dir));
+    run(&["completions", "tcsh"]).expect_error(2, &["tcsh", "bash, zsh or fish"]);
 }
 
 #[test]
@@ -220,6 +271,93 @@ fn drawn_seeds_are_printed_and_repeat() {
     assert!(on(model.path(), "run", &["-n", "2", "--json", "hi"], b"").json().pop().unwrap()["seed"].is_null());
 }
 
+/// 20 runs each, with one thread and with two, with drafts and without: one text.
+#[test]
+fn the_same_seed_gives_the_same_tokens_every_time() {
+    let dir = TempDir::new().unwrap();
+    let (model, drafter) = (dir.path().join("t0"), dir.path().join("d0"));
+    T0::new().write(&model);
+    D0::new().write(&drafter);
+    let drafter = drafter.to_str().unwrap();
+    let mut texts: Vec<Vec<u8>> = Vec::new();
+    for draft in ["none", "ngram", drafter, &format!("{drafter},ngram")] {
+        for run in 0..20 {
+            let args =
+                ["run", "-m", model.to_str().unwrap(), "--device", "cpu", "--draft", draft, "-n", "60", "-t", "1.5", "--top-p", "0.95"];
+            let mut command = volley(&[&args[..], &["--seed", "7", "--ignore-eos", "hi"]].concat());
+            texts.push(finish(command.env("RAYON_NUM_THREADS", if run % 2 == 0 { "1" } else { "2" }).spawn().unwrap()).expect(0).out);
+        }
+    }
+    assert!(texts[0].len() > 60 && texts.iter().all(|text| *text == texts[0]));
+}
+
+/// 10,000 tokens of chat with answers stopped by Ctrl-C, contexts that end and /clear, at random: scripts/long_chat.py says what must hold. The same on a
+/// GPU: scripts/gpu_check.sh.
+#[test]
+fn a_long_conversation_stays_as_it_began() {
+    let dir = TempDir::new().unwrap();
+    let (model, drafter) = (dir.path().join("t0"), dir.path().join("d0"));
+    T0::new().set("max_position_embeddings", 1024).write(&model);
+    D0::new().write(&drafter);
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/long_chat.py");
+    for (seed, draft) in [("1", "none".to_string()), ("2", format!("{},ngram", drafter.display()))] {
+        let mut command = Command::new("python3");
+        command.arg(&script).args([
+            env!("CARGO_BIN_EXE_volley"),
+            "--tokens",
+            "5000",
+            "--context",
+            "1024",
+            "--checks",
+            "10",
+            "--seed",
+            seed,
+        ]);
+        command.args(["--draft", &draft, "--model"]).arg(&model);
+        let done = command.output().unwrap();
+        let said = String::from_utf8_lossy(&done.stdout);
+        assert!(done.status.success(), "{said}{}", String::from_utf8_lossy(&done.stderr));
+        println!("{said}");
+        for words in [" stopped, ", " to the end of the context, ", "10 answers equal"] {
+            assert!(said.contains(words) && !said.contains(&format!(" 0{words}")), "{said}");
+        }
+    }
+}
+
+/// Time of processors that the process has used, in ticks of 10 ms.
+fn ticks(child: &std::process::Child) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
+    let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
+    fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+}
+
+/// At the prompt nothing runs: not after the start, not after an answer, at a terminal or a pipe.
+#[test]
+fn idle_uses_no_processor() {
+    let model = t0();
+    let mut terminal = chat_terminal(model.path());
+    let rest = |child: &std::process::Child| {
+        std::thread::sleep(Duration::from_millis(200));
+        let before = ticks(child);
+        std::thread::sleep(Duration::from_secs(2));
+        ticks(child) - before
+    };
+    assert!(rest(&terminal.child) <= 1);
+    let before = ticks(&terminal.child);
+    terminal.send("hi\r");
+    terminal.expect("tok/s");
+    terminal.expect("> ");
+    assert!(ticks(&terminal.child) > before, "an answer takes time, and it is seen");
+    assert!(rest(&terminal.child) <= 1);
+    terminal.send("\x04");
+    assert_eq!(terminal.end().1, Some(0));
+    let mut child = volley(&["chat", "--json", "-m", path(&model)]).stdin(Stdio::piped()).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(rest(&child) <= 1);
+    drop(child.stdin.take());
+    finish(child).expect(0);
+}
+
 #[test]
 fn bench_rows() {
     let model = t0();
@@ -243,6 +381,18 @@ fn bench_rows() {
     assert_eq!(bytes(2) - bytes(0), (30 * 4 * 2 * 2 * 16 * 4) as f64);
     let hash = |i: usize| json[i]["tokens_hash"].clone();
     assert!(hash(0) != hash(1));
+    // Pictures of it.
+    let done = on(model.path(), "bench", &[&args[..], &["--widths", "1,2,8", "--json"]].concat(), b"").expect(0);
+    std::fs::write(model.path().join("bench.jsonl"), done.out).unwrap();
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/plot_bench.py");
+    let plot =
+        |file: &str| Command::new("python3").arg(&script).arg(model.path().join(file)).arg("--out").arg(model.path()).output().unwrap();
+    assert!(plot("bench.jsonl").status.success());
+    for (file, words) in [("latency_by_depth.svg", "Time of a token by depth"), ("cost_by_width.svg", "rows verified together")] {
+        let svg = std::fs::read_to_string(model.path().join(file)).unwrap();
+        assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n") && svg.contains(words) && svg.contains("<polyline"), "{svg}");
+    }
+    assert!(!plot("config.json").status.success());
     let text = on(model.path(), "bench", &args, b"").expect(0);
     let rows: Vec<&str> = text.text().lines().collect();
     assert_eq!(rows.len(), 6, "{rows:?}");

@@ -80,6 +80,38 @@ fn quantised_models_compute_what_transformers_computes() {
     }
 }
 
+/// Far from the start of a text, where kinds of rope differ: tests/data/rope/make_logits.py has an independent program, itself checked against
+/// transformers.
+#[test]
+fn o06_logits_far_from_the_start_follow_the_kind_of_rope() {
+    let golden: serde_json::Value = serde_json::from_slice(&std::fs::read(data("rope").join("logits.json")).unwrap()).unwrap();
+    let ids: Vec<u32> = serde_json::from_value(golden["input_ids"].clone()).unwrap();
+    let tiny = Tiny::open("llama");
+    let mut last = Vec::new();
+    for case in golden["cases"].as_array().unwrap() {
+        for spelling in ["rope_type", "type"] {
+            let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(tiny.dir.join("config.json")).unwrap()).unwrap();
+            config["rope_scaling"] = case["scaling"].clone();
+            if let Some(scaling) = config["rope_scaling"].as_object_mut() {
+                let kind = scaling.remove("rope_type").unwrap();
+                scaling.insert(spelling.into(), kind);
+            }
+            let seen = observe(&mut tiny.reference(Config::parse(&config.to_string(), None).unwrap()), &ids);
+            for row in case["rows"].as_array().unwrap() {
+                let position = row["position"].as_u64().unwrap() as usize;
+                let logits = &seen.logits[position * tiny.vocab..][..tiny.vocab];
+                let best: Vec<usize> = serde_json::from_value(row["ids"].clone()).unwrap();
+                let expected: Vec<f32> = serde_json::from_value(row["logits"].clone()).unwrap();
+                let ours: Vec<f32> = best.iter().map(|&id| logits[id]).collect();
+                close(&format!("{} at {position}", case["kind"]), &ours, &expected, TINY_TOLERANCE);
+                assert!(logits.iter().all(|l| *l <= ours[0]), "{} at {position}: another best id", case["kind"]);
+            }
+            last.push(seen.logits);
+        }
+    }
+    assert!(last.len() == 8 && last[0] == last[1] && last[0] != last[2] && last[2] != last[4] && last[4] != last[6]);
+}
+
 #[test]
 fn tiny_models_continue_as_transformers_does() {
     for arch in TINY {

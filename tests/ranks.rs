@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
+use support::{Head, T0};
 use volley::cmd::check;
 use volley::cpu::Reference;
 use volley::decode::{Backend, Drafting, Engine, Event, Flow, Limits, Request, Sampling};
@@ -91,6 +92,35 @@ fn ranks_compute_what_one_computes() {
             }
         }
     }
+}
+
+/// Tied and untied heads, four ways, on two ranks: the spare head of a tied model is not used, an untied one is, and an absent one is an error.
+#[test]
+fn o03_heads_of_two_ranks() {
+    let text = |t0: T0, count: usize| {
+        let dir = tempfile::tempdir().unwrap();
+        t0.write(dir.path());
+        answer(reference(dir.path(), count), &Sampling::default())
+    };
+    let four = |count: usize| {
+        let equal = [
+            T0::new().tied(true),
+            T0::new().tied(true).head(Head::Equal),
+            T0::new().tied(true).head(Head::Own),
+            T0::new().head(Head::Equal),
+        ];
+        let texts: Vec<Vec<u32>> = equal.into_iter().map(|t0| text(t0, count)).collect();
+        assert!(texts.iter().all(|other| *other == texts[0]), "{count} ranks: {texts:?}");
+        let untied = text(T0::new(), count);
+        assert_ne!(untied, texts[0]);
+        [texts[0].clone(), untied]
+    };
+    assert_eq!(four(1), four(2));
+    let dir = tempfile::tempdir().unwrap();
+    T0::new().head(Head::Absent).write(dir.path());
+    let (config, checkpoint) = (Config::open(dir.path()).unwrap(), Checkpoint::open(dir.path(), Read::Mmap).unwrap());
+    let error = format!("{:#}", claim(&Table::builtin().unwrap(), &config, &checkpoint).err().unwrap());
+    assert!(error.contains("lm_head.weight") && error.contains("tie_word_embeddings"), "{error}");
 }
 
 /// Heads, experts and the shared expert are divided, the latents are not; drafting by the model's own layer changes no text on any number of ranks.

@@ -503,6 +503,23 @@ fn o11_the_earliest_end_in_a_block_counts() {
     }
 }
 
+/// 20 prompts of 200 tokens each: no drafts, n-gram of 1 to 7, the drafter's of 1 to 5, and as many as pay.
+#[test]
+fn o14_greedy_ids_are_equal() {
+    let t0 = Tiny::new();
+    let prompts: Vec<Vec<u32>> = (0..20).map(|i| (0..9 + i).map(|j| (j * 37 + 11 * i + 3) % 503).collect()).collect();
+    let text = |drafting: Drafting| {
+        let mut engine = t0.engine(drafting);
+        prompts.iter().map(|prompt| generate(&mut engine, prompt, &Sampling::default(), &[], Some(200)).tokens).collect::<Vec<_>>()
+    };
+    let plain = text(Drafting::default());
+    assert!(plain.iter().all(|tokens| tokens.len() == 200) && plain.windows(2).all(|two| two[0] != two[1]));
+    let cases = (1..=7).map(|k| (By::Ngram, Some(k))).chain((1..=5).map(|k| (By::Eagle, Some(k)))).chain([(By::Both, None)]);
+    for (by, k) in cases {
+        assert!(text(drafting(by, k)) == plain, "{by:?}, {k:?} drafts: other tokens than without");
+    }
+}
+
 #[test]
 fn o14_greedy_ids_of_a_real_model_are_equal() {
     let Some(dir) = smollm2() else { return };
@@ -680,6 +697,30 @@ fn o17_a_drafter_that_never_hits_is_noticed_once() {
     assert!(serde_json::to_string(s).unwrap().contains("\"accepted\":["));
 }
 
+/// On the command line: the layers are printed, one warning with likely causes, acceptance by position in JSON, the right text. The drafter's fc is
+/// random, as are its other weights.
+#[test]
+fn o17_the_warning_is_printed_once() {
+    let t0 = Tiny::new();
+    let d0 = t0.target().with_file_name("d0");
+    let ask = |draft: &str| {
+        let requests = "{\"messages\": [{\"role\": \"user\", \"content\": \"hi\"}], \"max_tokens\": 120, \"ignore_eos\": true}\n".repeat(3);
+        binary::on(t0.target(), "chat", &["--json", "-v", "--draft", draft, "--draft-tokens", "2"], requests.as_bytes()).expect(0)
+    };
+    let (plain, drafted) = (ask("none"), ask(d0.to_str().unwrap()));
+    let texts = |done: &binary::Done| -> Vec<String> {
+        done.json().iter().filter(|line| line.get("done").is_some()).map(|line| line["text"].to_string()).collect()
+    };
+    assert!(texts(&plain).len() == 3 && texts(&plain) == texts(&drafted));
+    let err = &drafted.err;
+    assert_eq!(err.matches("warning: ").count(), 1, "{err}");
+    let warning = err.lines().find(|line| line.starts_with("warning: ")).unwrap();
+    assert!(["accept length 1.0", "layers [1, 2, 3]", "template"].iter().all(|words| warning.contains(words)), "{warning}");
+    let last = drafted.json().pop().unwrap();
+    assert_eq!((last["speculation"]["tried"].as_array().unwrap().len(), last["speculation"]["accepted"].as_array().unwrap().len()), (7, 7));
+    assert!(last["speculation"]["tried"][0].as_u64().unwrap() > 100 && last["accept_length"].as_f64().unwrap() < 1.05, "{last}");
+}
+
 #[test]
 fn o18_wrong_drafters_are_refused() {
     let t0 = Tiny::new();
@@ -780,6 +821,13 @@ fn o18_wrong_drafters_are_refused() {
     refused(&["midlayer.mlp.up_proj.weight: expected [128, 64]", "found no such tensor"], &|d0, _| {
         d0.remove("midlayer.mlp.up_proj.weight");
     });
+
+    // The exit code, on the command line.
+    let dir = t0.target().with_file_name("narrow");
+    let mut narrow = D0::new();
+    narrow.set("hidden_size", 32).write(&dir);
+    let error = ["drafter ", "drafter 32, target 64, key hidden_size"];
+    binary::on(t0.target(), "run", &["--draft", dir.to_str().unwrap(), "hi"], b"").expect_error(2, &error);
 
     // Legal: an absent embedding is the target's, and a map that says ids 0 to 127.
     assert!(opened(&|_, _| {}).unwrap().weights.notes.is_empty());
@@ -897,7 +945,9 @@ fn the_drafter_beside_a_model_is_used_and_changes_no_text() {
     assert!(row["plain_tokens_per_s"].as_f64().unwrap() > 0.0 && row["speculative_tokens_per_s"].as_f64().unwrap() > 0.0);
     let table = binary::on(t0_dir, "bench", &["--prompts", prompts, "-g", "30"], b"").expect(0);
     assert!(
-        ["prompts.jsonl", "ratio", "break-even", "verify of 1 to 8 rows"].iter().all(|word| table.text().contains(word)),
+        ["prompts.jsonl", "plain tok/s", "spec. tok/s", "ratio", "; host ", "break-even", "draft pass of", "verify of 1 to 8 rows"]
+            .iter()
+            .all(|word| table.text().contains(word)),
         "{}",
         table.text()
     );

@@ -161,7 +161,7 @@ impl Conversation<'_> {
             }
             Err(error) if error::exit_code(&error) == error::BAD_INPUT => {
                 self.messages.pop();
-                tell(format_args!("error: {error:#}"));
+                tell(format_args!("error: {}", error::line(&error)));
                 Ok(())
             }
             Err(error) => Err(error),
@@ -309,7 +309,7 @@ fn serve(mut session: Session, options: &AnswerOptions) -> Result<u8> {
         let last = line.and_then(|line| respond(&mut session, options, &line));
         let last = match last {
             Ok(summary) => summary,
-            Err(error) if error::exit_code(&error) == error::BAD_INPUT => json!({ "error": format!("{error:#}") }),
+            Err(error) if error::exit_code(&error) == error::BAD_INPUT => json!({ "error": error::line(&error) }),
             Err(error) => return Err(error),
         };
         writeln!(out, "{last}")?;

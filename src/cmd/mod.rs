@@ -25,6 +25,7 @@ use crate::model::draft::DraftModel;
 pub use crate::model::plan::Ranks;
 use crate::model::plan::{self, Pass, Plan, Storage};
 use crate::model::weights::{self, Table, Weights};
+pub use crate::text::shielded;
 use crate::text::Tokenizer;
 use anyhow::{bail, Context, Result};
 use std::fmt;
@@ -40,9 +41,10 @@ pub const COMMIT: &str = match option_env!("VOLLEY_COMMIT") {
 
 const DEFAULT_MODEL: &str = "models/smollm2-135m-instruct";
 
-/// Name, version, commit, and the kernels inside.
+/// Name, version, commit, the kernels inside, and which NCCL.
 pub fn version() -> String {
-    format!("volley {} ({COMMIT})\nkernels: {}", env!("CARGO_PKG_VERSION"), gpu::fatbins::built_with())
+    let (kernels, nccl) = (gpu::fatbins::built_with(), nccl::Library::built_with());
+    format!("volley {} ({COMMIT})\nkernels: {kernels}\nNCCL: {nccl}", env!("CARGO_PKG_VERSION"))
 }
 
 /// Without `--context`, KV caches on the CPU stay below this.
@@ -178,7 +180,10 @@ impl Model {
         let start = Instant::now();
         let verbose = options.verbose > 0;
         cpu::compute_on_this_thread();
-        // Before anything is read: a machine that cannot run it says so at once.
+        // Files that are absent or cut are found before a GPU is opened, a GPU that cannot run them before a weight is read.
+        let config = Config { fp8_dense: options.fp8_dense, ..Config::open(dir)? };
+        let read = if options.no_mmap { Read::Plain } else { Read::Auto };
+        let checkpoint = if options.random { None } else { Some(Checkpoint::open(dir, read)?) };
         let gpus = rank_gpus(options)?;
         let ranks = Ranks { whole_attention: options.whole_attention == Some(true), ..Ranks::new(0, gpus.len()) };
         if options.slice.is_some() && (ranks.count > 1 || options.device != Device::Cuda) {
@@ -190,13 +195,10 @@ impl Model {
             Device::Auto if ranks.count == 1 => gpu::open(gpus[0]).map_err(|e| format!("{e:#}")),
             Device::Auto | Device::Cuda => Ok(gpu::open(gpus[0])?),
         };
-        let config = Config { fp8_dense: options.fp8_dense, ..Config::open(dir)? };
         if options.fp8_dense && gpu.is_err() {
             bail!("--fp8-dense: the CPU backend computes with weights as they are stored; use --device cuda");
         }
         let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
-        let read = if options.no_mmap { Read::Plain } else { Read::Auto };
-        let checkpoint = if options.random { None } else { Some(Checkpoint::open(dir, read)?) };
         let weights = checkpoint.as_ref().map(|checkpoint| weights::claim(&table, &config, checkpoint)).transpose()?;
         let stored = checkpoint.as_ref().map_or("random weights".to_string(), Checkpoint::to_string);
         let draft = options.draft.clone().unwrap_or_else(|| default_draft(dir, !options.random));

@@ -4,6 +4,7 @@
 //! This is the reference arm of the sampling inside `Step::Accept`; kernels/sample.cu computes the same. Because the noise is keyed by
 //! position, a token does not depend on how many rows were sampled together: that is what makes speculation invisible in the text.
 use anyhow::{bail, Result};
+use std::collections::BTreeSet;
 
 /// What a user may ask of sampling. `Sampling::default()` is greedy.
 #[derive(Clone, Debug, PartialEq)]
@@ -77,6 +78,10 @@ impl Sampling {
             if x.is_nan() || x == f32::INFINITY {
                 bail!("logit-bias {id}={x}: expected a finite number or -inf");
             }
+        }
+        let banned: BTreeSet<u32> = self.logit_bias.iter().filter(|(_, x)| *x == f32::NEG_INFINITY).map(|(id, _)| *id).collect();
+        if banned.len() >= vocab {
+            bail!("logit-bias bans all {vocab} tokens: expected one that is left");
         }
         Ok(())
     }
@@ -424,6 +429,15 @@ mod tests {
         refused(Sampling { repetition_penalty: 0.0, ..s() }, "above 0");
         refused(Sampling { logit_bias: vec![(512, 1.0)], ..s() }, "ids 0 to 511");
         refused(Sampling { logit_bias: vec![(5, f32::INFINITY)], ..s() }, "-inf");
+        let ban = |n: u32| Sampling { logit_bias: (0..n).chain([0]).map(|id| (id, f32::NEG_INFINITY)).collect(), ..s() };
+        refused(ban(512), "bans all 512 tokens");
+        ban(511).check(512).unwrap();
+        let counts = counts(4);
+        for temperature in [0.0, 1.0] {
+            let sampling = Sampling { temperature, logit_bias: [0, 1, 3].map(|id| (id, f32::NEG_INFINITY)).to_vec(), ..s() };
+            let choice = Choice { sampling: &sampling, counts: &counts, end_ids: &[], position: 3, output_len: 0 };
+            assert_eq!(choice.choose(&mut [9.0, 1.0, -50.0, 2.0]), 2, "the one that is left");
+        }
         for ok in [0.0, f32::MIN_POSITIVE, 1e-9, 1.0, f32::MAX] {
             Sampling { temperature: ok, top_k: usize::MAX, ..s() }.check(512).unwrap();
         }

@@ -118,6 +118,15 @@ impl Library {
         Ok(Arc::new(self))
     }
 
+    /// Which NCCL this program has, for `--version`.
+    pub fn built_with() -> String {
+        #[cfg(feature = "static-nccl")]
+        return Library::open(None)
+            .map_or_else(|e| format!("linked in, but {e:#}"), |library| format!("{} linked in", library.version_text()));
+        #[cfg(not(feature = "static-nccl"))]
+        "libnccl.so.2 or --nccl FILE, opened when ranks ask for it".to_string()
+    }
+
     pub fn version_text(&self) -> String {
         format!("{}.{}.{}", self.version / 10000, self.version / 100 % 100, self.version % 100)
     }

@@ -530,7 +530,7 @@ fn taps(c: &DraftConfig, target: &Config) -> Result<(Vec<usize>, String)> {
         2 => false,
         _ => c.dialect == Dialect::Plain,
     };
-    let taps: Vec<usize> = ids.iter().map(|id| id + outputs as usize).collect();
+    let taps: Vec<usize> = ids.iter().map(|id| id.saturating_add(outputs as usize)).collect();
     if let Some(tap) = taps.iter().find(|tap| !(1..=n).contains(*tap)) {
         return Err(mismatch(key, format!("{ids:?}, entry of layer {tap}"), format!("{n} layers")));
     }
@@ -554,7 +554,7 @@ fn vocabulary_map(c: &DraftConfig, tensors: &BTreeMap<String, Tensor>, notes: &m
     };
     ensure!(d2t.shape == [n], "d2t: expected [{n}] for draft_vocab_size, found {d2t} in {}", d2t.file);
     let offsets = integers(d2t)?;
-    let ids: Vec<i64> = offsets.iter().zip(0..).map(|(offset, i)| i + offset).collect();
+    let ids: Vec<i64> = offsets.iter().zip(0..).map(|(offset, i)| offset.saturating_add(i)).collect();
     if let Some(id) = ids.iter().find(|id| !(0..vocab as i64).contains(*id)) {
         let last = offsets.last().copied().unwrap_or(0) as usize;
         let absolute = offsets.is_sorted_by(|a, b| a < b) && (vocab - vocab / 16..vocab).contains(&last);

@@ -42,6 +42,10 @@ pub struct ChatTemplate {
     source: String,
 }
 
+/// Steps of a render, one of which also pays for 64 bytes. Published templates take some hundred for a message, a few for each of its bytes at most.
+const FUEL: u64 = 200_000;
+const FUEL_PER_BYTE: u64 = 100;
+
 const NAME: &str = "chat template"; // has no .html ending, so nothing is escaped
 
 impl ChatTemplate {
@@ -79,7 +83,10 @@ impl ChatTemplate {
         variables.extend(options.variables.clone());
         variables.insert("messages".into(), serde_json::to_value(messages)?);
         variables.insert("add_generation_prompt".into(), options.add_generation_prompt.into());
-        let template = self.environment.get_template(NAME).map_err(describe)?;
+        // A template that goes on and on, or doubles a text again and again, ends: what it may do is in proportion to what it was given.
+        let mut environment = self.environment.clone();
+        environment.set_fuel(Some(FUEL + FUEL_PER_BYTE * serde_json::to_string(&variables)?.len() as u64));
+        let template = environment.get_template(NAME).map_err(describe)?;
         template.render(Value::from(Serde(variables))).map_err(describe)
     }
 }
@@ -103,6 +110,9 @@ fn describe(error: Error) -> anyhow::Error {
             return anyhow!("the chat template refuses these messages: {message}");
         }
         cause = inner.source();
+    }
+    if error.kind() == ErrorKind::OutOfFuel {
+        return anyhow!("the chat template does not end for these messages: it takes more steps than {FUEL} and {FUEL_PER_BYTE} for each of their bytes");
     }
     anyhow!("{error}") // names the template and the line
 }
@@ -132,12 +142,12 @@ fn in_jinja_alone(source: &str) -> String {
     while let Some(start) = rest.find("{%") {
         let (before, tag) = rest.split_at(start);
         text += before;
-        let Some(end) = tag.find("%}") else {
+        let Some(end) = tag[2..].find("%}") else {
             rest = tag;
             break;
         };
-        let (tag, after) = tag.split_at(end + 2);
-        let inside = &tag[2..end];
+        let (tag, after) = tag.split_at(2 + end + 2);
+        let inside = &tag[2..2 + end];
         match inside.trim_matches(['-', '+']).trim() {
             name @ ("generation" | "endgeneration") => {
                 text += "{%";
@@ -193,6 +203,7 @@ fn strftime_now(format: String) -> Result<String, Error> {
 /// `tojson` as transformers overrides it: Python's `json.dumps`, nothing escaped for HTML, non-ASCII kept unless asked.
 fn to_json(value: &Value, positional: Rest<Value>, options: Kwargs) -> Result<String, Error> {
     let invalid = |what: String| Error::new(ErrorKind::InvalidOperation, format!("tojson: {what}"));
+    const MOST_INDENT: usize = 100;
     if positional.len() > 4 {
         return Err(invalid(format!("expected at most 4 arguments, found {}", positional.len())));
     }
@@ -206,10 +217,11 @@ fn to_json(value: &Value, positional: Rest<Value>, options: Kwargs) -> Result<St
     let ensure_ascii = argument(0, "ensure_ascii")?.is_some_and(|v| v.is_true());
     let indent = match argument(1, "indent")? {
         None => None,
-        Some(indent) => Some(match indent.as_str() {
-            Some(text) => text.to_string(),
-            None => " ".repeat(usize::try_from(indent.clone()).map_err(|_| invalid(format!("indent {indent} is no count of spaces")))?),
-        }),
+        Some(indent) => {
+            let count = || usize::try_from(indent.clone()).ok().filter(|n| *n <= MOST_INDENT).map(|n| " ".repeat(n));
+            let text = indent.as_str().filter(|text| text.len() <= MOST_INDENT).map(str::to_string).or_else(count);
+            Some(text.ok_or_else(|| invalid(format!("indent {indent:.20}: expected a text or a number of spaces, up to {MOST_INDENT}")))?)
+        }
     };
     let separators = match argument(2, "separators")? {
         None => [if indent.is_some() { "," } else { ", " }.to_string(), ": ".to_string()],
@@ -330,6 +342,7 @@ mod tests {
         check("x\n{%- generation -%}\n y {%- endgeneration %}\nz", json!({}), "xyz");
         check("x\n  {% generation %}\ny\n  {% endgeneration %}\nz", json!({}), "x\ny\nz");
         check("{{ messages[0].content }}{# generation #} {% raw %}{% endraw %}", json!({}), "hi ");
+        check_error("a {%}", "chat template:1");
         check_error("{% generation", "chat template:1"); // left as it is for minijinja to complain about
     }
 
@@ -345,6 +358,7 @@ mod tests {
         );
         check("{{ '😀' | tojson(true) }}", json!({}), "\"\\ud83d\\ude00\"");
         check_error("{{ 1 | tojson(colour=1) }}", "colour");
+        check_error("{{ [1] | tojson(indent=99999999) }}", "indent 99999999: expected");
         check_error("{{ 1 | tojson(indent='a', separators=1) }}", "separators 1");
     }
 
@@ -361,6 +375,19 @@ mod tests {
         check_error("{% macro m() %}{{ raise_exception('deep') }}{% endmacro %}{{ m() }}", "refuses these messages: deep");
         check_error("a\n{{ missing.field }}", "chat template:2");
         check_error("a\n{% if %}", "chat template:2");
+    }
+
+    #[test]
+    fn templates_end() {
+        let loops = "{% for a in range(9999) %}".repeat(4) + &"{% endfor %}".repeat(4);
+        check_error(&loops, "does not end");
+        check_error("{% set ns = namespace(x='a') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "does not end");
+        check_error("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion");
+        // A megabyte in ten thousand messages goes through every published kind of loop.
+        let template = "{% set ns = namespace(x=[]) %}{% for m in messages %}{% set x = ns.x.append(m) %}{% endfor %}{% for m in ns.x %}{{ m.content }}{% endfor %}";
+        let messages = vec![Message::new("user", &"x".repeat(100)); 10_000];
+        let text = ChatTemplate::new(template, &[]).unwrap().render(&messages, &ChatOptions::default()).unwrap();
+        assert_eq!(text.len(), 1_000_000);
     }
 
     #[test]

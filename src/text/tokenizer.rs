@@ -2,6 +2,7 @@
 //! The splitting and merging is HF's own crate; this file adds what surrounds it: which BOS is written, which parts of a chat may
 //! become control tokens, and the raw bytes of each token. Rendering is in template.rs, streaming in stream.rs.
 
+use super::shield::shield;
 use super::stream::strip_once;
 use super::tiktoken::{self, Tiktoken, Vocabulary, KIMI_ENDS, KIMI_WORDS};
 use super::{ChatOptions, ChatTemplate, Message};
@@ -43,18 +44,22 @@ impl Tokenizer {
     /// Reads `dir`/tokenizer.json, or if there is none tiktoken.model, and, where present, tokenizer_config.json, special_tokens_map.json and the chat template in
     /// chat_template.jinja, tokenizer_config.json or chat_template.json (the first that has one).
     pub fn open(dir: &Path) -> Result<Self> {
+        shield(|| Self::read(dir)).with_context(|| dir.display().to_string())
+    }
+
+    fn read(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
         if !path.exists() && dir.join(tiktoken::FILE).exists() {
-            return Self::open_tiktoken(dir).with_context(|| dir.display().to_string());
+            return Self::open_tiktoken(dir);
         }
         let json = std::fs::read(&path).map_err(|error| match error.kind() {
             ErrorKind::NotFound => {
-                anyhow!("{}: no such file; the tokenizer belongs beside the weights, download it with the model", path.display())
+                anyhow!("tokenizer.json: no such file; the tokenizer belongs beside the weights, download it with the model")
             }
-            _ => anyhow!("{}: {error}", path.display()),
+            _ => anyhow!("tokenizer.json: {error}"),
         })?;
-        let hf: HfTokenizer = serde_json::from_slice(&json).map_err(|error| anyhow!("{}: no valid tokenizer: {error}", path.display()))?;
-        Self::from_parts(dir, hf).with_context(|| dir.display().to_string())
+        let hf: HfTokenizer = serde_json::from_slice(&json).map_err(|error| anyhow!("tokenizer.json: no valid tokenizer: {error}"))?;
+        Self::from_parts(dir, hf)
     }
 
     fn open_tiktoken(dir: &Path) -> Result<Self> {
@@ -109,7 +114,7 @@ impl Tokenizer {
             .filter(|(_, token)| template.as_ref().is_some_and(|template| template.source().contains(&token.content)))
             .map(|(id, _)| *id)
             .collect();
-        let vocab_size = added.keys().map(|id| *id as usize + 1).max().unwrap_or(0).max(hf.get_model().get_vocab_size());
+        let vocab_size = added.keys().map(|id| *id as usize + 1).max().unwrap_or(0).max(ids(hf.get_model()));
         let raw = RawRule::of(&config, hf.get_post_processor().is_some(), bos, eos)?;
         Ok(Tokenizer {
             hf,
@@ -146,7 +151,7 @@ impl Tokenizer {
     /// that are not the assistant's or the system's, so do the other added tokens which the template uses as marks. Errors: no
     /// template, or a template that refuses the messages.
     pub fn encode_chat(&self, messages: &[Message], options: &ChatOptions) -> Result<Vec<u32>> {
-        let guarded: Vec<Message> = messages.iter().map(|message| self.guard_message(message)).collect();
+        let guarded: Vec<Message> = shield(|| Ok(messages.iter().map(|message| self.guard_message(message)).collect()))?;
         self.encode(&self.template()?.render(&guarded, options)?, false)
     }
 
@@ -211,8 +216,14 @@ impl Tokenizer {
 
     /// `text` may hold guards.
     fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
-        let encoding = self.hf.encode_fast(text, add_special_tokens).map_err(|error| anyhow!("{}: cannot encode: {error}", self.dir))?;
-        Ok(encoding.get_ids().to_vec())
+        let encode = || self.hf.encode_fast(text, add_special_tokens).map_err(|error| anyhow!("{error}"));
+        let encoding = shield(encode).with_context(|| format!("{}: the tokenizer cannot encode the text", self.dir))?;
+        let ids = encoding.get_ids();
+        if let Some(id) = ids.iter().find(|id| **id as usize >= self.vocab_size) {
+            bail!("{}: tokenizer.json: post_processor: expected ids below {}, found {id}", self.dir, self.vocab_size);
+            // words have others
+        }
+        Ok(ids.to_vec())
     }
 
     fn guard_message(&self, message: &Message) -> Message {
@@ -257,6 +268,15 @@ impl Tokenizer {
                 text.replace_range(start..end, &guarded);
             }
         }
+    }
+}
+
+/// The highest id of a vocabulary plus one. Few have holes, so that asking for each id is cheaper than a copy of the whole.
+fn ids(model: &Vocabulary) -> usize {
+    let n = model.get_vocab_size();
+    match (0..n as u32).all(|id| model.id_to_token(id).is_some()) {
+        true => n,
+        false => model.get_vocab().values().map(|id| *id as usize + 1).max().unwrap_or(0),
     }
 }
 
