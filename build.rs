@@ -29,6 +29,7 @@ fn main() {
         println!("cargo:rerun-if-env-changed={name}");
     }
     println!("cargo:rerun-if-changed=build.rs");
+    link_unwinder(&out);
     if env::var_os("CARGO_FEATURE_STATIC_NCCL").is_some() {
         link_nccl(&root);
     }
@@ -73,6 +74,20 @@ fn main() {
 fn fail(message: &str) -> ! {
     eprintln!("error: {message}");
     exit(1)
+}
+
+/// The standard library asks for GCC's unwinder as a shared library, libgcc_s. A linker script of that name, found first, takes it from the archives instead, so
+/// that the program needs glibc alone. Without GCC's archives the shared one stays.
+fn link_unwinder(out: &Path) {
+    let archive = |name: &str| {
+        let answer = Command::new("cc").arg(format!("-print-file-name={name}")).output().ok()?;
+        let path = String::from_utf8_lossy(&answer.stdout).trim().to_string();
+        Path::new(&path).is_absolute().then_some(path) // the bare name: there is none
+    };
+    if let (Some(unwinder), Some(support)) = (archive("libgcc_eh.a"), archive("libgcc.a")) {
+        fs::write(out.join("libgcc_s.so"), format!("GROUP ( {unwinder} {support} )\n")).unwrap();
+        println!("cargo:rustc-link-search=native={}", out.display());
+    }
 }
 
 /// NCCL and what it needs beside glibc: the CUDA runtime and the C++ library, all from archives, so that the program needs no shared library of theirs.

@@ -7,5 +7,6 @@ COLLECTIVE(all_reduce_two_shot, AllReduceParams, 256, 2) { two_shot<false>(p); }
 COLLECTIVE(exchange_words, ExchangeParams, 256) { exchange<false>(p); }
 COLLECTIVE(peer_ping, PeerParams, 32) { ping<false>(p); }
 KERNEL(all_reduce_local, AllReduceParams, 256) { local(p); }
+KERNEL(all_reduce_timed, AllReduceParams, 256) { timed(p); }
 KERNEL(peer_store, PeerParams, 256) { store_pattern<false>(p); }
 KERNEL(peer_load, PeerParams, 256) { load_pattern<false>(p); }

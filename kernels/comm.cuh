@@ -6,7 +6,7 @@
 //   all_reduce_pull      everybody holds its partial ready in its own window, sets a flag in the others' and loads theirs. For machines whose stores collapse.
 //   all_reduce_two_shot  the columns of a channel are split among the ranks: partials go to the owner, who adds and stores the rounded sum into everybody's window.
 //                        Two crossings, 2 (n - 1) / n S bytes.
-// all_reduce_local adds partials that are here already (NCCL brought them).
+// all_reduce_local adds partials that are here already (NCCL brought them); all_reduce_timed first waits as long as a sum would travel, for a rank measured alone.
 //
 // Work: block b takes a run of 16-column tiles of all rows, in chunks of as many rows as fit into a slot; a thread moves 8 columns (16 bytes) at a time,
 // consecutive lanes consecutive bytes, so that stores fill PCIe packets. No block waits for another block of its rank.
@@ -363,6 +363,14 @@ __device__ __forceinline__ void local(const AllReduceParams& p) {
     }
     finish(p, i < n, row, column, total);
   }
+}
+
+__device__ __forceinline__ void timed(const AllReduceParams& p) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const u64 start = global_timer();
+  while (global_timer() - start < (u64)p.wait_ns) poll_pause();
+  local(p);
 }
 
 template <bool kFaulty> __device__ __forceinline__ void exchange(const ExchangeParams& p) {

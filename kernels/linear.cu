@@ -32,50 +32,52 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;   // the shuffle tells the compiler: uniform
   const int n_groups = (p.n_tiles + kTiles - 1) / kTiles;
 
-  // This warp's share of a part: blocks first .. first + n_mine of K, whole segments.
+  // This warp's share of a part: units first .. first + n_mine of K, whole segments.
   int first = 0, n_mine = 0;
   const char* weights[kTiles];
   const float* scales[kTiles];
   const bf16* x[kColumns];
-  int n_x[kColumns];         // of my blocks, those in which this lane's 8 k of this row exist
+  int n_x[kColumns];         // of my units' 32-k words, those in which this lane's 8 k of this row exist
   SharedAddress slot = shared_address(&partial[0][0][0][t * 8 + ((g + 2 * t) & 7)]);
   int slot_offset = 0;       // of my first segment
   auto enter_part = [&](int i) {
     const LinearPart& part = p.part[i];
     const int segments_a_warp = (part.n_segments + kWarps - 1) / kWarps;
     first = warp * segments_a_warp * part.segment_blocks;
-    n_mine = min(segments_a_warp * part.segment_blocks, k_blocks_of(part.k) - first);
+    n_mine = min(segments_a_warp * part.segment_blocks, units_of<F>(part.k) - first);
     slot_offset = warp * segments_a_warp * kSegmentBytes;
 #pragma unroll
     for (int c = 0; c < kColumns; c++) {
       const int row = c * 8 + g;
-      n_x[c] = row < p.rows ? min(n_mine, (part.k - first * 32 - 8 * t + 31) >> 5) : 0;
-      x[c] = part.x + (size_t)(row < p.rows ? row : 0) * part.x_stride + first * 32 + 8 * t;
+      n_x[c] = row < p.rows ? min(n_mine * F::kWords, (part.k - first * F::kK - 8 * t + 31) >> 5) : 0;
+      x[c] = part.x + (size_t)(row < p.rows ? row : 0) * part.x_stride + first * F::kK + 8 * t;
     }
   };
   auto enter_group = [&](int group, int i) {
     const LinearPart& part = p.part[i];
-    const int k_blocks = k_blocks_of(part.k);
+    const int units = units_of<F>(part.k);
 #pragma unroll
     for (int r = 0; r < kTiles; r++) {
-      const size_t block = (size_t)min(group * kTiles + r, p.n_tiles - 1) * k_blocks + first;
-      weights[r] = reinterpret_cast<const char*>(part.weights) + block * F::kBlockBytes + lane * F::kLaneBytes;
+      const size_t block = (size_t)min(group * kTiles + r, p.n_tiles - 1) * units + first;
+      weights[r] = reinterpret_cast<const char*>(part.weights) + block * F::kUnitBytes + lane * F::kLaneBytes;
       scales[r] = part.scales + block * 2;
     }
   };
   typename F::Held held[kAhead][kTiles];
-  uint4 in[kAhead][kColumns];
+  uint4 in[kAhead][kColumns][F::kWords];
   auto fetch = [&](int slot, int block, int u) {   // starts the loads of my block `block` + u, if there is one
     if (block + u < n_mine) {
 #pragma unroll
       for (int r = 0; r < kTiles; r++)
-        F::load(held[slot][r], weights[r] + (size_t)block * F::kBlockBytes + u * F::kBlockBytes, scales[r] + (block + u) * 2, lane);
+        F::load(held[slot][r], weights[r] + (size_t)block * F::kUnitBytes + u * F::kUnitBytes, scales[r] + (block + u) * 2, lane);
     }
   };
   auto fetch_x = [&](int slot, int block, int u) {
 #pragma unroll
     for (int c = 0; c < kColumns; c++)
-      in[slot][c] = block + u < n_x[c] ? load_activations(reinterpret_cast<const uint4*>(x[c] + block * 32 + u * 32)) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+      for (int w = 0; w < F::kWords; w++)
+        in[slot][c][w] = (block + u) * F::kWords + w < n_x[c] ? load_activations(reinterpret_cast<const uint4*>(x[c] + block * F::kK + u * F::kK + w * 32)) : make_uint4(0, 0, 0, 0);
   };
   // The output of an adding thread: row `row` of the pass, row n of the weights, or column j of a gated output.
   struct Output { bool wanted; int row, n, j; };
@@ -117,6 +119,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   have_now(slot_offset);
   have_now(residual_at);
   pdl_wait();
+  const int end_group = kParts == 1 && p.first_row && *p.n_rows <= p.first_row ? 0 : n_groups;
 
   int row_shift = 0;
   if (p.last_row) {
@@ -125,7 +128,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   }
   int buffer_offset = 0;
 
-  for (int group = blockIdx.x; group < n_groups; group += gridDim.x) {
+  for (int group = blockIdx.x; group < end_group; group += gridDim.x) {
     const bool first_group = group == (int)blockIdx.x;
     float y = 0;
     float residual = 0;
@@ -137,7 +140,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 #pragma unroll
         for (int c = 0; c < kColumns; c++) {
           const int row = c * 8 + g;
-          x[c] = part.x + (size_t)(row < p.rows ? row : 0) * part.x_stride + group / p.group_tiles * p.group_stride + first * 32 + 8 * t;
+          x[c] = part.x + (size_t)(row < p.rows ? row : 0) * part.x_stride + group / p.group_tiles * p.group_stride + first * F::kK + 8 * t;
         }
       }
 #pragma unroll
@@ -150,7 +153,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
         for (int j = 0; j < kRowsAWarp; j++) {
           const int m = warp + j * kWarps;
           if (m >= p.rows) continue;
-          const float* squares = part.squares + (size_t)(row_shift + m) * tiles + lane;
+          const float* squares = part.squares + (size_t)(row_shift + m) * ((part.x_stride + 15) / 16) + lane;
 #pragma unroll 1
           for (int tile = 0; tile < tiles; tile += 256) {   // 8 loads at once: they come from L2
             float v[8];
@@ -179,7 +182,9 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 #pragma unroll
           for (int r = 0; r < kTiles; r++)
 #pragma unroll
-            for (int c = 0; c < kColumns; c++) F::multiply(acc[r][c], held[u][r], in[u][c]);
+            for (int c = 0; c < kColumns; c++)
+#pragma unroll
+              for (int w = 0; w < F::kWords; w++) F::multiply(acc[r][c], held[u][r], w, in[u][c][w]);
           fetch(u, b0 + kAhead, u);
           fetch_x(u, b0 + kAhead, u);
 #ifdef PLANT_OFF_BY_ONE
@@ -259,7 +264,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
               v = square(v);
 #pragma unroll
               for (int bit = 2; bit <= 16; bit *= 2) v = __fadd_rn(v, __shfl_xor_sync(0xffffffffu, v, bit));
-              if (stores && (thread & 31) < 2) p.squares[(size_t)o.row * (p.n / 16) + o.n / 16] = v;
+              if (stores && (thread & 31) < 2) p.squares[(size_t)o.row * ((p.n + 15) / 16) + o.n / 16] = v;
             }
           }
         }
@@ -296,9 +301,9 @@ LINEAR(linear_m16_t1_w16_a1, Bf16, 1, 2, 16, 1, 1)
 LINEAR(linear_two, Bf16, 1, 2, 16, 1, 2)
 LINEAR(linear_m8_fp8, Fp8, 1, 1, 16, 2, 1)
 LINEAR(linear_m16_fp8, Fp8, 1, 2, 16, 1, 1)
-LINEAR(linear_m8_fp8_rows, Fp8Rows, 1, 1, 16, 3, 1)
+LINEAR(linear_m8_fp8_rows, Fp8Rows, 1, 1, 16, 2, 1)
 LINEAR(linear_m16_fp8_rows, Fp8Rows, 1, 2, 16, 1, 1)
-LINEAR(linear_m8_int4, Int4, 1, 1, 16, 3, 1)
-LINEAR(linear_m16_int4, Int4, 1, 2, 16, 1, 1)
+LINEAR(linear_m8_int4, Int4, 1, 1, 16, 1, 1)
+LINEAR(linear_m16_int4, Int4, 1, 2, 8, 2, 1)   // 8 warps: the registers of 16 do not suffice
 LINEAR(linear_m8_grouped, Bf16, 1, 1, 16, 2, 1, true)
 LINEAR(linear_m16_grouped, Bf16, 1, 2, 16, 1, 1, true)

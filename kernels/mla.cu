@@ -10,13 +10,14 @@
 //          the second added to the first. m = their maximum; p = exp2((s - m) * scale * log2 e), rounded to bf16; o = p v, 16 positions an mma, ascending; l = sum of the p.
 //   fold:  (m, l, o) and (m', l', o') are both scaled to the larger maximum and added.
 //   chunk: its steps folded in ascending order into an empty state (m = -inf, l = 0, o = 0). Boundaries: latent_chunk_begin in params.h.
-//   row:   its chunks folded in ascending order into an empty state; attended = bf16(o * (1 / l)).
+//   row:   its chunks scaled to their largest maximum and added in ascending order (l: lane c % 32 adds chunk c, then warp_sum); attended = bf16(o * (1 / l)).
 // A position that a column must not see has p = 0, a chunk without any folds to nothing: other rows of a pass do not show.
+#include <type_traits>
 #include "common.cuh"
 
 namespace {
 
-constexpr int kStep = 32, kThreads = 256, kWarps = 8, kColumns = 16;
+constexpr int kStep = 32, kThreads = 256, kWarps = 8, kColumns = 16, kBatch = 4;
 
 // Rotates pairs (i, i + half) of `n` numbers of a row; a warp, lane i and i + 32, .. take pairs.
 __device__ __forceinline__ void rotate(const bf16* from, bf16* to, int n, const float* inv_freq, float factor, int position, int lane) {
@@ -31,17 +32,20 @@ __device__ __forceinline__ void rotate(const bf16* from, bf16* to, int n, const 
   }
 }
 
+__device__ __forceinline__ int rows_of(const LatentParams& p) { return min(*p.rows - p.first_row, p.max_rows); }
+
 // ---- latent_query ----
 // Tasks of one warp, blockIdx.x * 8 + warp, + 8 gridDim.x: 16 dims of a head's absorbed query in all rows; the rotated part of a (row, head); the cache row of a row.
 __device__ __forceinline__ void latent_query_body(const LatentParams& p) {
   pdl_launch_dependents();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int n_tiles = p.kv_rank / 16, k_blocks = p.nope_dim / 32, q_dim = p.nope_dim + p.rope_dim, row_dim = p.kv_rank + p.rope_dim;
+  const int n_tiles = p.kv_rank / 16, k_blocks = k_blocks_of(p.nope_dim), q_dim = p.nope_dim + p.rope_dim, row_dim = p.kv_rank + p.rope_dim;
   const int n_absorb = p.n_heads * n_tiles;
   for (int task = blockIdx.x * kWarps + warp; task < n_absorb; task += gridDim.x * kWarps)
-    for (int i = lane; i < k_blocks * 32; i += 32) prefetch_l2(p.w_uk + (size_t)task * k_blocks * 64 + i * 2);
+    if (lane == 0) prefetch_l2(p.w_uk + (size_t)task * k_blocks * 64, k_blocks * 1024);
   pdl_wait();
-  const int rows = min(*p.rows, p.max_rows), length = *p.length;
+  const int rows = rows_of(p), length = *p.length + p.first_row;
+  if (rows <= 0) return;
   const int n_tasks = n_absorb + rows * p.n_heads + rows;
   for (int task = blockIdx.x * kWarps + warp; task < n_tasks; task += gridDim.x * kWarps) {
     if (task < n_absorb) {
@@ -49,11 +53,23 @@ __device__ __forceinline__ void latent_query_body(const LatentParams& p) {
       const uint4* weights = p.w_uk + (size_t)task * k_blocks * 64 + lane;
       for (int m0 = 0; m0 < rows; m0 += 8) {
         const bf16* x = p.q + ((size_t)min(m0 + g, rows - 1) * p.n_heads + head) * q_dim + 8 * t;
+        const int last = p.nope_dim - 8 - 8 * t;
         float acc[4] = {0, 0, 0, 0};
-        for (int b = 0; b < k_blocks; b++) {
-          const uint4 in = load_activations(reinterpret_cast<const uint4*>(x + b * 32));
-          mma_bf16(acc, load_constants(weights + b * 64), in.x, in.y);
-          mma_bf16(acc, load_constants(weights + b * 64 + 32), in.z, in.w);
+        for (int b0 = 0; b0 < k_blocks; b0 += kBatch) {   // all loads of a batch before its first use
+          uint4 in[kBatch], w[kBatch][2];
+#pragma unroll
+          for (int b = 0; b < kBatch; b++) {
+            if (b0 + b >= k_blocks) continue;
+            in[b] = load_activations(reinterpret_cast<const uint4*>(x + min((b0 + b) * 32, last)));   // what has no column of its own meets zeros
+            w[b][0] = load_constants(weights + (b0 + b) * 64);
+            w[b][1] = load_constants(weights + (b0 + b) * 64 + 32);
+          }
+#pragma unroll
+          for (int b = 0; b < kBatch; b++) {
+            if (b0 + b >= k_blocks) continue;
+            mma_bf16(acc, w[b][0], in[b].x, in[b].y);
+            mma_bf16(acc, w[b][1], in[b].z, in[b].w);
+          }
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -68,11 +84,39 @@ __device__ __forceinline__ void latent_query_body(const LatentParams& p) {
       const int m = task - n_absorb - rows * p.n_heads;
       const bf16* latent = p.latents + (size_t)m * p.latents_stride + p.q_rank;
       bf16* row = p.cache + (size_t)(length + m) * row_dim;
-      float squares = 0;
-      for (int i = lane; i < p.kv_rank; i += 32) { const float x = __bfloat162float(*(latent + i)); squares = __fmaf_rn(x, x, squares); }
-      const float inv = rsqrtf(__fadd_rn(__fdiv_rn(warp_sum(squares), (float)p.kv_rank), p.norm_eps));
-      for (int i = lane; i < p.kv_rank; i += 32) row[i] = __float2bfloat16(__fmul_rn(__fmul_rn(__bfloat162float(*(latent + i)), inv), __bfloat162float(p.kv_norm[i])));
       rotate(latent + p.kv_rank, row + p.kv_rank, p.rope_dim, p.inv_freq, p.rope_factor, length + m, lane);
+      // A lane has 8 dims of every 256; all loads before the first use.
+      constexpr int kMost = 4;   // kv_rank up to 1,024
+      uint4 x[kMost], norm[kMost];
+#pragma unroll
+      for (int i = 0; i < kMost; i++) {
+        const int dim = i * 256 + lane * 8;
+        x[i] = dim < p.kv_rank ? load_activations(reinterpret_cast<const uint4*>(latent + dim)) : make_uint4(0, 0, 0, 0);
+        norm[i] = dim < p.kv_rank ? load_constants(reinterpret_cast<const uint4*>(p.kv_norm + dim)) : make_uint4(0, 0, 0, 0);
+      }
+      float squares = 0;
+      const auto each = [](const uint4& w, float (&v)[8]) {
+        v[0] = bf16_low(w.x); v[1] = bf16_high(w.x); v[2] = bf16_low(w.y); v[3] = bf16_high(w.y); v[4] = bf16_low(w.z); v[5] = bf16_high(w.z); v[6] = bf16_low(w.w); v[7] = bf16_high(w.w);
+      };
+#pragma unroll
+      for (int i = 0; i < kMost; i++) {
+        float v[8];
+        each(x[i], v);
+#pragma unroll
+        for (int e = 0; e < 8; e++) squares = __fmaf_rn(v[e], v[e], squares);
+      }
+      const float inv = rsqrtf(__fadd_rn(__fdiv_rn(warp_sum(squares), (float)p.kv_rank), p.norm_eps));
+#pragma unroll
+      for (int i = 0; i < kMost; i++) {
+        const int dim = i * 256 + lane * 8;
+        if (dim >= p.kv_rank) continue;
+        float v[8], n[8];
+        each(x[i], v);
+        each(norm[i], n);
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[e] = __fmul_rn(__fmul_rn(v[e], inv), n[e]);
+        *reinterpret_cast<uint4*>(row + dim) = make_uint4(bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3]), bf16_pair(v[4], v[5]), bf16_pair(v[6], v[7]));
+      }
     }
   }
 }
@@ -92,7 +136,7 @@ __device__ __forceinline__ float fold(float old, float addition, const Factors& 
 // Scores: warp w does positions 8 (w % 4) .. and half w / 4 of the pieces. Softmax: warp w has columns 2w and 2w + 1, a lane a position. o: warp w has KV / 8 dims.
 // Shared memory: rows of the cache, 16 bytes apart from a multiple of 128 (ldmatrix without bank conflicts), scores, p, factors: 43 KB at most.
 template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const LatentParams& p) {
-  constexpr int D = KV + ROPE, kPieces = D / 32, kFirstHalf = (kPieces + 1) / 2, NT = KV / 64, kRowWords = D / 8 + 1;
+  constexpr int D = KV + ROPE, kPieces = (D + 31) / 32, kFirstHalf = (kPieces + 1) / 2, NT = KV < 64 ? 1 : KV / 64, kRowWords = kPieces * 4 + 1;
   SHARED(uint4, stage, [kStep][kRowWords]);
   SHARED(float, score, [2][kColumns][kStep + 1]);
   SHARED(uint32_t, probability, [kColumns][kStep / 2 + 4]);
@@ -102,37 +146,61 @@ template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const 
   pdl_launch_dependents();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   pdl_wait();
-  const int rows = min(*p.rows, p.max_rows), length = *p.length, end = length + rows;
+  const int rows = rows_of(p), length = *p.length + p.first_row, end = length + rows;
   const int begin = latent_chunk_begin(blockIdx.x), stop = min(latent_chunk_begin(blockIdx.x + 1), end), first_column = blockIdx.y * kColumns, n_columns = rows * p.n_heads;
   if (begin >= end || first_column >= n_columns) return;
   const float scale_log2 = __fmul_rn(p.scale, 1.44269504f);
   auto copy_step = [&](int position) {
-#pragma unroll 9
-    for (int i = threadIdx.x; i < kStep * (D / 8); i += kThreads) {
-      const int r = i / (D / 8), word = i % (D / 8);
-      copy_async(&stage[r][word], reinterpret_cast<const uint4*>(p.cache + (size_t)(position + r) * D) + word, position + r < end);
-    }
+    // A row's words by eight threads, eight apart.
+    const int r = threadIdx.x >> 3;
+    const uint4* from = reinterpret_cast<const uint4*>(p.cache + (size_t)(position + r) * D) + (threadIdx.x & 7);
+#pragma unroll
+    for (int word = 0; word < (D / 8 + 7) / 8; word++)
+      if (word * 8 + ((int)threadIdx.x & 7) < D / 8) copy_async(&stage[r][word * 8 + (threadIdx.x & 7)], from + word * 8, position + r < end);
     copy_async_commit();
   };
+  if (D % 32 && threadIdx.x < kStep * (kPieces * 4 - D / 8)) stage[threadIdx.x % kStep][D / 8 + threadIdx.x / kStep] = make_uint4(0, 0, 0, 0);   // the rest of the last piece
   copy_step(begin);
+  for (int i = threadIdx.x; i < kColumns * (D / 64); i += kThreads)   // the queries, into L1
+    touch(p.absorbed + (size_t)min(first_column + i / (D / 64), n_columns - 1) * D + i % (D / 64) * 64);
   const int q_low = min(first_column + g, n_columns - 1) * D + 8 * t, q_high = min(first_column + g + 8, n_columns - 1) * D + 8 * t;   // of absorbed
   float o[NT][4] = {};
   if (threadIdx.x < kColumns) { column_m[threadIdx.x] = -INFINITY; column_l[threadIdx.x] = 0; }
 
 #pragma unroll 1
   for (int position = begin; position < stop; position += kStep) {
-    copy_async_wait<0>();
-    __syncthreads();
     {
       const int tile = warp & 3, half = warp >> 2, piece_end = half ? kPieces : kFirstHalf;
       float s[4] = {0, 0, 0, 0};
+      bool here = false;   // the step's rows of the cache
+      const auto pieces = [&](auto upper, auto at_once) {   // with or without columns 8 to 15, so many pieces' queries at once
+        constexpr int kAtOnce = decltype(at_once)::value;
 #pragma unroll 1
-      for (int i = half * kFirstHalf; i < piece_end; i++) {
-        const uint4 low = load_activations(reinterpret_cast<const uint4*>(p.absorbed + q_low + i * 32)), high = load_activations(reinterpret_cast<const uint4*>(p.absorbed + q_high + i * 32));
-        const uint4 k = stage[tile * 8 + g][i * 4 + t];
-        mma_bf16(s, make_uint4(low.x, high.x, low.y, high.y), k.x, k.y);
-        mma_bf16(s, make_uint4(low.z, high.z, low.w, high.w), k.z, k.w);
-      }
+        for (int i0 = half * kFirstHalf; i0 < piece_end; i0 += kAtOnce) {
+          uint4 low[kAtOnce], high[kAtOnce];
+#pragma unroll
+          for (int u = 0; u < kAtOnce; u++) {
+            low[u] = high[u] = make_uint4(0, 0, 0, 0);
+            if (i0 + u >= piece_end || (D % 32 && (i0 + u) * 32 + 8 * t >= D)) continue;
+            low[u] = load_activations(reinterpret_cast<const uint4*>(p.absorbed + q_low + (i0 + u) * 32));
+            if (decltype(upper)::value) high[u] = load_activations(reinterpret_cast<const uint4*>(p.absorbed + q_high + (i0 + u) * 32));
+          }
+          if (!here) {
+            copy_async_wait<0>();
+            __syncthreads();
+            here = true;
+          }
+#pragma unroll
+          for (int u = 0; u < kAtOnce; u++) {
+            if (i0 + u >= piece_end) continue;
+            const uint4 k = stage[tile * 8 + g][(i0 + u) * 4 + t];
+            mma_bf16(s, make_uint4(low[u].x, high[u].x, low[u].y, high[u].y), k.x, k.y);
+            mma_bf16(s, make_uint4(low[u].z, high[u].z, low[u].w, high[u].w), k.z, k.w);
+          }
+        }
+      };
+      if (n_columns - first_column > 8) pieces(std::true_type{}, std::integral_constant<int, kFirstHalf < 2 ? kFirstHalf : 2>{});
+      else pieces(std::false_type{}, std::integral_constant<int, kFirstHalf < 3 ? kFirstHalf : 3>{});
 #pragma unroll
       for (int e = 0; e < 4; e++) score[half][g + 8 * (e >> 1)][tile * 8 + 2 * t + (e & 1)] = s[e];
     }
@@ -164,6 +232,7 @@ template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const 
     const Factors low{factors[g].x, factors[g].y}, high{factors[g + 8].x, factors[g + 8].y};
 #pragma unroll
     for (int n = 0; n < NT; n++) {
+      if (KV < 64 && warp * 8 >= KV) break;
       uint32_t v[4];
       load_matrices<true>(v, &stage[lane][warp * NT + n]);   // lane l: row l % 8 of positions 8 (l / 8) ..
       float sum[4] = {0, 0, 0, 0};
@@ -185,61 +254,107 @@ template <int KV, int ROPE> __device__ __forceinline__ void latent_attend(const 
     if (column >= n_columns) continue;
     float* to = p.partials + (chunk * columns + column) * (KV + 2);
 #pragma unroll
-    for (int n = 0; n < NT; n++) *reinterpret_cast<float2*>(to + (warp * NT + n) * 8 + 2 * t) = make_float2(o[n][2 * half], o[n][2 * half + 1]);
+    for (int n = 0; n < NT; n++)
+      if (KV >= 64 || warp * 8 < KV) *reinterpret_cast<float2*>(to + (warp * NT + n) * 8 + 2 * t) = make_float2(o[n][2 * half], o[n][2 * half + 1]);
     if (warp == half && t == 0) *reinterpret_cast<float2*>(to + KV) = make_float2(column_m[g + 8 * half], column_l[g + 8 * half]);
   }
 }
 
 // ---- latent_value ----
-// Grid: (n_heads, ceil(max_rows / 8)), 8 warps: one head of 8 rows. A warp folds a row's chunks, a lane taking every 32nd dim; then warps take 16-row tiles of W_UV.
+// Grid: (n_heads, ceil(max_rows / kValueRows)), 8 warps: one head of a few rows. Warp w finds the factors of row w's chunks, a lane one chunk; all threads add the chunks, each some dims; then warps
+// take 16-row tiles of W_UV.
 template <int KV> __device__ __forceinline__ void latent_value(const LatentParams& p) {
-  SHARED(bf16, attended, [8][KV + 8]);
+  constexpr int kRows = kValueRows, kBlocks = KV / 32, kHeld = kBlocks < 4 ? kBlocks : 4;
+  static_assert(KV / 2 <= kThreads, "a thread has two dims");
+  SHARED(bf16, attended, [kRows][KV + 8]);
+  SHARED(float, factor, [kRows][kLatentChunks]);
+  SHARED(float, sums, [kRows][kLatentChunks]);
+  SHARED(float, inverse, [kRows]);
   pdl_launch_dependents();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int head = blockIdx.x, n_tiles = p.v_dim / 16, k_blocks = KV / 32, first = blockIdx.y * 8;
-  const uint4* weights = p.w_uv + (size_t)head * n_tiles * k_blocks * 64;
-  for (int i = threadIdx.x; i < n_tiles * k_blocks * 32; i += kThreads) prefetch_l2(weights + i * 2);
+  const int head = blockIdx.x, n_tiles = p.v_dim / 16, first = blockIdx.y * kRows;
+  // Of this warp's first tile the first blocks are held, the rest is asked for.
+  const uint4* weights = p.w_uv + ((size_t)head * n_tiles + min(warp, n_tiles - 1)) * kBlocks * 64 + lane;
+  uint4 held[kHeld][2];
+#pragma unroll
+  for (int b = 0; b < kHeld; b++) { held[b][0] = load_weights(weights + b * 64); held[b][1] = load_weights(weights + b * 64 + 32); }
+  if (lane == 0)
+    for (int tile = warp; tile < n_tiles; tile += kWarps) prefetch_l2(p.w_uv + ((size_t)head * n_tiles + tile) * kBlocks * 64, kBlocks * 1024);
   pdl_wait();
-  const int rows = min(*p.rows, p.max_rows), length = *p.length, n_chunks = latent_chunk_of(length + rows - 1) + 1;
+  const int rows = rows_of(p), length = *p.length + p.first_row, n_chunks = latent_chunk_of(length + rows - 1) + 1;
   if (first >= rows) return;
-  const float scale_log2 = __fmul_rn(p.scale, 1.44269504f);
-  const int m = first + warp;
-  if (m < rows) {
-    const size_t columns = (size_t)p.max_rows * p.n_heads, column = (size_t)m * p.n_heads + head;
-    float top = -INFINITY, l = 0, o[KV / 32] = {};
-    for (int chunk = 0; chunk < n_chunks; chunk++) {
-      const float* from = p.partials + (chunk * columns + column) * (KV + 2);
-      Factors f;
-      const float new_m = from[KV];
-      top = fold_maximum(top, new_m, scale_log2, f);
-      l = fold(l, from[KV + 1], f);
+  const size_t columns = (size_t)p.max_rows * p.n_heads;
+  const auto partial = [&](int chunk, int m) { return p.partials + (chunk * columns + (size_t)(first + m) * p.n_heads + head) * (KV + 2); };
+  const int mine = min(rows - first, kRows);
+  constexpr int kAtOnce = 12;   // chunks; the first of them are under way while the factors are made
+  float2 early[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < KV / 32; i++) o[i] = fold(o[i], from[i * 32 + lane], f);
+  for (int c = 0; c < kAtOnce; c++)
+    if (c < n_chunks && (int)threadIdx.x < KV / 2) early[c] = *reinterpret_cast<const float2*>(partial(c, 0) + 2 * threadIdx.x);
+  if (warp < mine) {
+    const float scale_log2 = __fmul_rn(p.scale, 1.44269504f);
+    float top = -INFINITY, l = 0;
+    for (int chunk = lane; chunk < n_chunks; chunk += 32) {
+      const float2 ml = *reinterpret_cast<const float2*>(partial(chunk, warp) + KV);
+      factor[warp][chunk] = ml.x;
+      sums[warp][chunk] = ml.y;
+      top = fmaxf(top, ml.x);
     }
-    const float inv = __fdiv_rn(1.f, l);
-#pragma unroll
-    for (int i = 0; i < KV / 32; i++) {
-      const bf16 y = __float2bfloat16(__fmul_rn(o[i], inv));
-      attended[warp][i * 32 + lane] = y;
-      p.attended[column * KV + i * 32 + lane] = y;
+    top = warp_max(top);
+    for (int chunk = lane; chunk < n_chunks; chunk += 32) {
+      const float f = exp2_fast(__fmul_rn(factor[warp][chunk] - top, scale_log2));
+      factor[warp][chunk] = f;
+      l = __fmaf_rn(sums[warp][chunk], f, l);
     }
-  } else {
-    for (int i = lane; i < KV; i += 32) attended[warp][i] = __float2bfloat16(0.f);
+    l = warp_sum(l);
+    if (lane == 0) inverse[warp] = __fdiv_rn(1.f, l);
   }
+  __syncthreads();
+  if ((int)threadIdx.x < KV / 2)
+    for (int m = 0; m < mine; m++) {
+      float2 o{0, 0};
+      for (int chunk0 = 0; chunk0 < n_chunks; chunk0 += kAtOnce) {
+        float2 v[kAtOnce];
+        if (chunk0 == 0 && m == 0) {
+#pragma unroll
+          for (int c = 0; c < kAtOnce; c++) v[c] = early[c];
+        } else {
+#pragma unroll
+          for (int c = 0; c < kAtOnce; c++)
+            if (chunk0 + c < n_chunks) v[c] = *reinterpret_cast<const float2*>(partial(chunk0 + c, m) + 2 * threadIdx.x);
+        }
+#pragma unroll
+        for (int c = 0; c < kAtOnce; c++)
+          if (chunk0 + c < n_chunks) {
+            const float f = factor[m][chunk0 + c];
+            o.x = __fmaf_rn(v[c].x, f, o.x);
+            o.y = __fmaf_rn(v[c].y, f, o.y);
+          }
+      }
+      const uint32_t y = bf16_pair(__fmul_rn(o.x, inverse[m]), __fmul_rn(o.y, inverse[m]));
+      *reinterpret_cast<uint32_t*>(&attended[m][2 * threadIdx.x]) = y;
+      *reinterpret_cast<uint32_t*>(p.attended + ((size_t)(first + m) * p.n_heads + head) * KV + 2 * threadIdx.x) = y;
+    }
   __syncthreads();
   for (int tile = warp; tile < n_tiles; tile += kWarps) {
     float acc[4] = {0, 0, 0, 0};
-#pragma unroll 4
-    for (int b = 0; b < k_blocks; b++) {
-      const uint4 in = *reinterpret_cast<const uint4*>(&attended[g][b * 32 + 8 * t]);
-      const uint4* w = weights + ((size_t)tile * k_blocks + b) * 64 + lane;
-      mma_bf16(acc, load_constants(w), in.x, in.y);
-      mma_bf16(acc, load_constants(w + 32), in.z, in.w);
+    weights = p.w_uv + ((size_t)head * n_tiles + tile) * kBlocks * 64 + lane;
+#pragma unroll
+    for (int half = 0; half < kBlocks; half += kHeld) {
+      if (half > 0 || tile > warp)
+#pragma unroll
+        for (int b = 0; b < kHeld; b++) { held[b][0] = load_weights(weights + (half + b) * 64); held[b][1] = load_weights(weights + (half + b) * 64 + 32); }
+#pragma unroll
+      for (int b = 0; b < kHeld; b++) {
+        const uint4 in = g < mine ? *reinterpret_cast<const uint4*>(&attended[g][(half + b) * 32 + 8 * t]) : make_uint4(0, 0, 0, 0);
+        mma_bf16(acc, held[b][0], in.x, in.y);
+        mma_bf16(acc, held[b][1], in.z, in.w);
+      }
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int row = first + 2 * t + (i & 1);
-      if (row < rows) p.out[((size_t)row * p.n_heads + head) * p.v_dim + tile * 16 + g + 8 * (i >> 1)] = __float2bfloat16(acc[i]);
+      if (row < first + mine) p.out[((size_t)row * p.n_heads + head) * p.v_dim + tile * 16 + g + 8 * (i >> 1)] = __float2bfloat16(acc[i]);
     }
   }
 }
@@ -248,6 +363,10 @@ template <int KV> __device__ __forceinline__ void latent_value(const LatentParam
 // latent_<kernel>_<numbers of a latent>_<of a rotated key>
 KERNEL(latent_query, LatentParams, kThreads) { latent_query_body(p); }
 KERNEL(latent_attend_512_64, LatentParams, kThreads, 2) { latent_attend<512, 64>(p); }
+KERNEL(latent_attend_128_16, LatentParams, kThreads, 2) { latent_attend<128, 16>(p); }
 KERNEL(latent_attend_64_32, LatentParams, kThreads, 2) { latent_attend<64, 32>(p); }
+KERNEL(latent_attend_32_8, LatentParams, kThreads, 2) { latent_attend<32, 8>(p); }
 KERNEL(latent_value_512, LatentParams, kThreads, 2) { latent_value<512>(p); }
+KERNEL(latent_value_128, LatentParams, kThreads, 2) { latent_value<128>(p); }
 KERNEL(latent_value_64, LatentParams, kThreads, 2) { latent_value<64>(p); }
+KERNEL(latent_value_32, LatentParams, kThreads, 2) { latent_value<32>(p); }

@@ -28,13 +28,13 @@ template <class X> __device__ __forceinline__ void norm_rows_body(const NormPara
   sum = warp_sum(sum);
   if (lane == 0) p.inv[row] = inverse_rms(sum, p.k, p.eps);
 }
-template <class X> __device__ __forceinline__ void norm_step_body(const NormParams& p) {
+template <class X, class Y> __device__ __forceinline__ void norm_step_body(const NormParams& p) {
   pdl_launch_dependents();
   pdl_wait();
   const int row = row_of(p), lane = threadIdx.x & 31;
   if (row < 0) return;
   const X* x = static_cast<const X*>(p.x) + (size_t)row * p.x_stride;
-  X* normed = static_cast<X*>(p.normed) + (size_t)row * p.normed_stride;
+  Y* normed = static_cast<Y*>(p.normed) + (size_t)row * p.normed_stride;
   float sum = 0;
   for (int tile = lane; tile < p.k / 16; tile += 32) sum = __fadd_rn(sum, tile_square_sum(load_tile(x + tile * 16)));
   const float inv = inverse_rms(warp_sum(sum), p.k, p.eps);
@@ -49,5 +49,6 @@ template <class X> __device__ __forceinline__ void norm_step_body(const NormPara
 
 KERNEL(norm_rows, NormParams, 256) { norm_rows_body<float>(p); }
 KERNEL(norm_rows_bf16, NormParams, 256) { norm_rows_body<bf16>(p); }
-KERNEL(norm_step, NormParams, 256) { norm_step_body<float>(p); }
-KERNEL(norm_step_bf16, NormParams, 256) { norm_step_body<bf16>(p); }
+KERNEL(norm_step, NormParams, 256) { norm_step_body<float, float>(p); }
+KERNEL(norm_step_bf16, NormParams, 256) { norm_step_body<bf16, bf16>(p); }
+KERNEL(norm_step_bf16_stream, NormParams, 256) { norm_step_body<bf16, float>(p); }

@@ -140,12 +140,12 @@ struct LinearPart {
   const uint4* weights;  // re-tiled (format.cuh)
   const float* scales;   // [n_tiles][k_blocks][2], of block-scaled FP8
   const bf16* x;         // [rows][x_stride]; with a norm: normed
-  const float* squares;  // [rows][k / 16], or null: no norm, inv = 1. Read by linear_m* only
+  const float* squares;  // [rows][ceil(x_stride / 16)], or null: no norm, inv = 1. Read by linear_m* only
   const float* inv;      // [rows] from norm_rows, or null. Read by linear_prefill only
   int k;                 // multiple of 8; weights hold zeros up to k_blocks * 32
   int x_stride;          // multiple of 8
-  unsigned short segment_blocks;   // 32-k blocks per segment: ceil(ceil(k / 32) / 32)
-  unsigned short n_segments;       // ceil(ceil(k / 32) / segment_blocks), at most 32
+  unsigned short segment_blocks;   // units (format.cuh) per segment: ceil(units / 32), units = ceil(k / 32), with four bits ceil(k / 64)
+  unsigned short n_segments;       // ceil(units / segment_blocks), at most 32
   float eps;
 };
 struct LinearParams {
@@ -156,11 +156,11 @@ struct LinearParams {
   bf16* tap;             // [rows][tap_stride] or null: a copy of the stream (Residual only)
   const bf16* next_norm; // [n] RMSNorm weight of the next linear, or null. linear_m* only, Store and Residual
   bf16* normed;          // [rows][out_stride]: bf16(output * next_norm)
-  float* squares;        // [rows][n / 16]
+  float* squares;        // [rows][ceil(n / 16)]
   float* logits;         // [rows][out_stride]
   float* max_value;      // [rows][gridDim.x] or null
   int* max_id;           // [rows][gridDim.x]: lowest n with that value
-  const int* n_rows;     // rows in use, on the device (State.rows), or null: `rows`. linear_m*: read for last_row only
+  const int* n_rows;     // rows in use, on the device (State.rows), or null: `rows`. linear_m*: read for last_row and first_row only
   const float* row_scales; // [n_tiles * 16] in the order of tiles: linear_*_fp8_rows
   int group_tiles;       // linear_*_grouped: tile i reads x from column i / group_tiles * group_stride on
   int group_stride;
@@ -172,15 +172,17 @@ struct LinearParams {
   int out_stride;
   int tap_stride;
   int last_row;          // 1: the only row is the last in use, n_rows - 1 of x; its output is row 0. Not linear_two
+  int first_row;         // linear_m*: row 0 is this row of the pass; a launch behind the rows in use leaves at once. 0: nothing is looked at
+  int pad;
 };
 static_assert(sizeof(LinearPart) == 56, "twin in Rust");
-static_assert(sizeof(LinearParams) == 248, "twin in Rust");
+static_assert(sizeof(LinearParams) == 256, "twin in Rust");
 
 // ---- norm.cu ----
 struct NormParams {
-  const void* x;       // [rows][x_stride] f32 (a residual stream), or bf16 (the kernels named _bf16)
+  const void* x;       // [rows][x_stride] f32 (a residual stream), or bf16 (the kernels named _bf16*)
   const bf16* norm;    // [k] RMSNorm weight
-  void* normed;        // [rows][normed_stride]. norm_rows: bf16(x * norm); norm_step: x * inv * norm in x's type
+  void* normed;        // [rows][normed_stride]. norm_rows: bf16(x * norm); norm_step: x * inv * norm in x's type (norm_step_bf16_stream: f32)
   float* inv;          // [rows]: 1 / sqrt(mean(x^2) + eps); this and squares of norm_rows only
   float* squares;      // [rows][k / 16] or null: for a linear_m* after it (the head on the last row)
   const int* n_rows;   // as in LinearParams
@@ -269,12 +271,29 @@ struct RepackCodesParams {
   int k_blocks;
 };
 static_assert(sizeof(RepackCodesParams) == 88, "twin in Rust");
+// quantise_fp8: rows of a tensor as e4m3 with a scale for each 8 rows and 32 columns, the largest number of which becomes 448. rows and row_offset are multiples of 8; rows and
+// columns that are not there are zeros.
+struct QuantiseParams {
+  const void* source;           // [n_source_rows][source_stride]
+  unsigned char* weights;
+  float* tile_scales;           // [..][k_blocks][2]
+  long long source_stride;
+  int source_type;              // SourceType
+  int order;                    // RowOrder
+  int n_source_rows;
+  int rows;
+  int row_offset;
+  int k;
+  int k_blocks;
+  int pad;
+};
+static_assert(sizeof(QuantiseParams) == 64, "twin in Rust");
 // fill_codes: codes from a hash, for random weights: e4m3 up to 1.875 in magnitude, or any four bits; tile scales and those of Int4 are `scale`.
 struct FillCodesParams {
   unsigned char* weights;
   float* tile_scales;           // FP8, or null
   unsigned long long seed;
-  unsigned long long n_blocks;  // of 16 rows and 32 columns
+  unsigned long long n_blocks;  // units: of 16 rows and 32 columns, with four bits 64
   int four_bits;
   float scale;
 };
@@ -425,7 +444,7 @@ static_assert(sizeof(CommRanks) == 104, "twin in Rust");
 // all_reduce_*: x += bf16(sum of all ranks' partials, in order of ranks, + bias), and what the next norm needs of it.
 struct AllReduceParams {
   CommRanks comm;
-  const bf16* partial;        // [rows][dim] of this rank; all_reduce_local: [comm.ranks][rows][dim]
+  const bf16* partial;        // [rows][dim] of this rank; all_reduce_local, all_reduce_timed: [comm.ranks][rows][dim]
   float* x;                   // [rows][dim] residual stream
   const bf16* bias;           // [dim] or null
   bf16* tap;                  // [rows][tap_stride] or null: x, rounded
@@ -436,7 +455,7 @@ struct AllReduceParams {
   int rows;
   int dim;                    // multiple of 16, at least 16 columns a block (all_reduce_two_shot: a block and rank)
   int tap_stride;
-  int pad;
+  int wait_ns;                // all_reduce_timed: how long the sum is on its way
 };
 static_assert(sizeof(AllReduceParams) == 184, "twin in Rust");
 // exchange: words[i] becomes the maximum or the sum over all ranks' words[i].
@@ -464,35 +483,47 @@ static_assert(sizeof(PeerParams) == 136, "twin in Rust");
 
 // ---- experts.cu ----
 constexpr int kMaxExperts = 512, kMaxChosen = 16, kExpertRows = 16;
-// One expert that some rows of a pass want. Items ascend by expert; the shared expert, if there is one, is the last and has all rows.
+// One expert that some rows of a pass want. Items ascend by expert.
 struct ExpertItem {
-  int expert;                     // -1: the shared one
+  int expert;
   int n;                          // rows
   unsigned char row[kExpertRows]; // ascending
-  unsigned char slot[kExpertRows];// where the expert stands among that row's, in ascending order; the shared one behind the last
+  unsigned char slot[kExpertRows];// where the expert stands among that row's, in ascending order
 };
-// What the rows of a pass want; device memory, written by route.
+// What the rows of a pass want; device memory, written by experts_up.
 struct ExpertWork {
-  int n_items, n_routed, pad[2];
+  int n, pad[3];
   float weight[kExpertRows][kMaxChosen];  // by slot
-  ExpertItem item[kExpertRows * kMaxChosen + 1];
+  ExpertItem item[kExpertRows * kMaxChosen];
 };
-static_assert(sizeof(ExpertItem) == 40, "twin in Rust");
+static_assert(sizeof(ExpertItem) == 40 && sizeof(ExpertWork) == 1040 + 40 * kExpertRows * kMaxChosen, "twins in Rust");
 
-// route: one block of 512 threads.
+// router: grid (ceil(n_experts / 16), kRouterSplits), 512 threads. Sums of w x of parts of K, which experts_up adds.
+constexpr int kRouterSplits = 4;
+struct RouterParams {
+  const uint4* weights;           // re-tiled bf16
+  const bf16* x;                  // normed [rows][x_stride]
+  float* sums;                    // [kRouterSplits][rows][n_experts]
+  const int* n_rows;              // rows in use, or null: `rows`
+  int k, x_stride, n_experts, rows;
+  int first_row;                  // the row of the pass that row 0 of this launch is
+  int pad;
+};
+static_assert(sizeof(RouterParams) == 56, "twin in Rust");
+
+// How experts are chosen: by every block of experts_up for itself; the last one leaves the result in `work`.
 struct RouteParams {
-  const float* logits;            // [rows][n_experts]
+  const float* sums;              // RouterParams::sums; times 1/rms of a row they are logits
   const float* bias;              // [n_experts] added to scores for the choice alone, or null
   ExpertWork* work;
   const int* n_rows;              // rows in use, or null: `rows`
-  int rows, first_row;            // rows of this launch, and the row of the pass that its row 0 is
+  int first_row;                  // the row of the pass that row 0 of this launch is
   int n_experts, top_k, n_groups, top_groups;
   int softmax;                    // scores: 1 softmax of the logits, 0 their sigmoid
   int normalised;                 // weights of a row are divided by their sum (+ 1e-20)
-  int shared;                     // there is a shared expert
   float scale;                    // of all weights
 };
-static_assert(sizeof(RouteParams) == 72, "twin in Rust");
+static_assert(sizeof(RouteParams) == 64, "twin in Rust");
 
 // One expert's matrices, re-tiled (format.cuh); expert e is e * bytes and, of FP8, e * scales away from the first.
 struct ExpertMatrix {
@@ -502,12 +533,12 @@ struct ExpertMatrix {
   int scales;
   int dim;                        // up: columns of its act; down: its K
 };
-// experts_up_*: act[row][slot * routed.dim ..] = silu(gate) * up of each item, gate and up interleaved as in kEpilogueSilu.
-// experts_down_*: y[row][n] = sum over slots, ascending, of weight * down(act), then the shared expert's; into the stream (and tap, and normed and squares for
-// the next linear), or, as bf16, into partial.
+// experts_up_*: chooses (route), then act[row][slot * routed.dim ..] = silu(gate) * up of each item, gate and up interleaved as in kEpilogueSilu; the shared expert behind the
+// last slot. experts_down_*: y[row][n] = sum over slots, ascending, of weight * down(act), then the shared expert's; into the stream (and tap, and normed and squares
+// for the next linear), or, as bf16, into partial. Both 512 threads; up: any grid, best 2 blocks per SM; down: ceil(n / 32) blocks up to 8 rows, n / 16 above.
 struct ExpertParams {
-  ExpertMatrix routed, shared;
-  const ExpertWork* work;
+  ExpertMatrix routed, shared;    // shared.dim 0: there is none
+  RouteParams route;              // down: of it work, n_rows, first_row and top_k only
   const bf16* x;                  // up: normed [rows][x_stride]; down: act
   const float* squares;           // up: [rows][k / 16] of the stream
   bf16* act;                      // up: [rows][act_stride]
@@ -521,21 +552,24 @@ struct ExpertParams {
   int x_stride, act_stride, tap_stride;
   int n;                          // down: outputs, a multiple of 16
   int rows;                       // of the launch
-  int top_k;
   float eps;
+  int pad;
 };
 static_assert(sizeof(ExpertMatrix) == 32, "twin in Rust");
-static_assert(sizeof(ExpertParams) == 176, "twin in Rust");
+static_assert(sizeof(ExpertParams) == 232, "twin in Rust");
 
 // ---- mla.cu ----
-// The chunks of a latent cache: 64 positions wide up to 2,048, 256 up to 16,384, 1,024 beyond. Absolute, so that bits depend on the position alone.
+// The chunks of a latent cache: 32 positions wide up to 2,048, 64 to 4,096, 128 to 8,192, 256 to 16,384, 1,024 beyond. Absolute, so that bits depend on the position alone.
 __host__ __device__ inline int latent_chunk_of(int position) {
-  return position < 2048 ? position / 64 : position < 16384 ? 32 + (position - 2048) / 256 : 88 + (position - 16384) / 1024;
+  return position < 2048 ? position / 32 : position < 4096 ? 32 + position / 64 : position < 8192 ? 64 + position / 128 : position < 16384 ? 96 + position / 256 : 144 + position / 1024;
 }
 __host__ __device__ inline int latent_chunk_begin(int chunk) {
-  return chunk < 32 ? chunk * 64 : chunk < 88 ? 2048 + (chunk - 32) * 256 : 16384 + (chunk - 88) * 1024;
+  return chunk < 64 ? chunk * 32 : chunk < 96 ? (chunk - 32) * 64 : chunk < 128 ? (chunk - 64) * 128 : chunk < 160 ? (chunk - 96) * 256 : (chunk - 144) * 1024;
 }
-// All kernels of a layer's latent attention. Row i is at position *length + i, for i < min(*rows, max_rows). Heads are those of this rank.
+constexpr int kValueRows = 2;        // rows of a block of latent_value
+constexpr int kLatentChunks = 512;   // most that latent_value folds: contexts of up to 376,832
+// All kernels of a layer's latent attention. Row i is row first_row + i of the pass and at position *length + first_row + i, for i < min(*rows - first_row, max_rows). Heads are
+// those of this rank. kv_rank and v_dim are multiples of 16, the other dims of 8.
 struct LatentParams {
   const bf16* latents;     // [max_rows][latents_stride]: q_rank of queries, then kv_rank and rope_dim of keys and values, raw
   const bf16* q;           // [max_rows][n_heads][nope_dim + rope_dim] raw
@@ -543,7 +577,7 @@ struct LatentParams {
   bf16* attended;          // [max_rows][n_heads][kv_rank]
   bf16* out;               // [max_rows][n_heads][v_dim]
   bf16* cache;             // [capacity][kv_rank + rope_dim]
-  const uint4* w_uk;       // [n_heads] re-tiled [kv_rank / 16][nope_dim / 32][2][32]: the transposed rows of kv_b that make keys
+  const uint4* w_uk;       // [n_heads] re-tiled [kv_rank / 16][ceil(nope_dim / 32)][2][32]: the transposed rows of kv_b that make keys
   const uint4* w_uv;       // [n_heads] re-tiled [v_dim / 16][kv_rank / 32][2][32]
   const bf16* kv_norm;     // [kv_rank]
   const float* inv_freq;   // [rope_dim / 2]
@@ -555,6 +589,6 @@ struct LatentParams {
   float scale;
   float rope_factor;       // of cos and sin
   float norm_eps;
-  int pad;
+  int first_row;
 };
 static_assert(sizeof(LatentParams) == 152, "twin in Rust");

@@ -136,13 +136,22 @@ __device__ __forceinline__ uint32_t load_weights(const uint32_t* p) {
   return r;
 #endif
 }
-// 16 bytes of constants that other warps or later tiles want too (norm weights): kept in L1. Legal before pdl_wait.
+// 16 and 4 bytes of constants that other warps or later tiles want too (norm weights): kept in L1. Legal before pdl_wait.
 __device__ __forceinline__ uint4 load_constants(const uint4* p) {
 #ifdef CPU_SHIM
   return *p;
 #else
   uint4 r;
   asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
+  return r;
+#endif
+}
+__device__ __forceinline__ uint32_t load_constants(const uint32_t* p) {
+#ifdef CPU_SHIM
+  return *p;
+#else
+  uint32_t r;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(r) : "l"(p));
   return r;
 #endif
 }
@@ -181,6 +190,23 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
   (void)p;
 #else
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
+}
+// Asks L2 for `bytes` from p on, both multiples of 16: one instruction, whatever the size.
+__device__ __forceinline__ void prefetch_l2(const void* p, unsigned bytes) {
+#ifdef CPU_SHIM
+  (void)p, (void)bytes;
+#else
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+#endif
+}
+// Brings the line at p into L1, for loads that follow: a load whose result nobody waits for. Activations: only after pdl_wait.
+__device__ __forceinline__ void touch(const void* p) {
+#ifdef CPU_SHIM
+  (void)p;
+#else
+  unsigned r;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
 #endif
 }
 // A word as L2 has it now, which leaves no copy in L1 for later loads to find: before pdl_wait it is a guess.
@@ -347,6 +373,16 @@ __device__ __forceinline__ uint32_t bf16x2_sub(uint32_t a, uint32_t b) {
   return r;
 #endif
 }
+// (a & mask) | bits in one instruction.
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
+#ifdef CPU_SHIM
+  return (a & mask) | bits;
+#else
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(mask), "r"(bits));
+  return r;
+#endif
+}
 // Byte i of the result is byte (selector >> 4 i) % 8 of b:a.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
 #ifdef CPU_SHIM
@@ -356,6 +392,23 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32
   return r;
 #else
   return __byte_perm(a, b, selector);
+#endif
+}
+
+// The largest and the smallest of a warp's numbers.
+__device__ __forceinline__ unsigned warp_largest(unsigned v) {
+#ifdef CPU_SHIM
+  for (int o = 16; o > 0; o >>= 1) { const unsigned w = __shfl_xor_sync(0xffffffffu, v, o); v = w > v ? w : v; }
+  return v;
+#else
+  return __reduce_max_sync(0xffffffffu, v);
+#endif
+}
+__device__ __forceinline__ unsigned warp_smallest(unsigned v) {
+#ifdef CPU_SHIM
+  return ~warp_largest(~v);
+#else
+  return __reduce_min_sync(0xffffffffu, v);
 #endif
 }
 

@@ -1,8 +1,8 @@
-// Weights into the re-tiled layout at load: `repack` from rows of a checkpoint tensor, `fill_random` from a hash (for --random). Run once, outside graphs.
+// Weights into the re-tiled layout at load: `repack*` from rows of a checkpoint tensor, `quantise_fp8` from plain rows to FP8 (for --fp8-dense), `fill_*` from a hash (for --random). Run once, outside graphs.
 #include "common.cuh"
 
 namespace {
-__device__ __forceinline__ bf16 source_element(const RepackParams& p, size_t at) {
+template <class Params> __device__ __forceinline__ bf16 source_element(const Params& p, size_t at) {
   if (p.source_type == kSourceBf16) return static_cast<const bf16*>(p.source)[at];
   return __float2bfloat16(p.source_type == kSourceF16 ? __half2float(static_cast<const __half*>(p.source)[at]) : static_cast<const float*>(p.source)[at]);
 }
@@ -29,7 +29,7 @@ __device__ __forceinline__ float scale_of(const RepackCodesParams& p, int row, i
   const size_t at = (size_t)((p.first_row + row) / p.block_rows) * p.scale_stride + (p.first_col + k) / p.block_cols;
   return p.scale_bf16 ? __bfloat162float(static_cast<const bf16*>(p.scales)[at]) : static_cast<const float*>(p.scales)[at];
 }
-// Grid: (ceil(k_blocks * 4 / 256), rows) blocks of 256 threads; a thread moves 8 columns of one row.
+// Grid: (ceil(k_blocks * 4 / 256), rows) blocks of 256 threads, k_blocks an even number for Int4; a thread moves 8 columns of one row.
 __device__ __forceinline__ void repack_fp8_body(const RepackCodesParams& p) {
   const int part = blockIdx.x * blockDim.x + threadIdx.x, k = part * 8, row = blockIdx.y;
   if (part >= p.k_blocks * 4) return;
@@ -41,15 +41,42 @@ __device__ __forceinline__ void repack_fp8_body(const RepackCodesParams& p) {
 }
 __device__ __forceinline__ void repack_int4_body(const RepackCodesParams& p) {
   const int part = blockIdx.x * blockDim.x + threadIdx.x, k = part * 8, row = blockIdx.y;
-  if (part >= p.k_blocks * 4) return;
+  if (part >= (p.k_blocks + 1) / 2 * 8) return;
   const int n = row_in_tiles(p.order, p.row_offset + row), g = n & 7, high = (n >> 3) & 1;
-  unsigned char* block = p.weights + ((size_t)(n >> 4) * p.k_blocks + (part >> 2)) * 288;
+  unsigned char* unit = p.weights + ((size_t)(n >> 4) * ((p.k_blocks + 1) / 2) + (part >> 3)) * 576;
+  const int second = part >> 2 & 1;
   const bool inside = row < p.n_source_rows;
   uint32_t from = 0x88888888u, to = 0;
   if (inside && k < p.k) memcpy(&from, p.source + (size_t)row * p.source_stride + part * 4, 4);
   for (int e = 0; e < 8; e++) to |= (k + e < p.k ? from >> 4 * e & 15 : 8u) << 4 * ((e >> 1) + 4 * (e & 1));
-  memcpy(block + (g * 4 + (part & 3)) * 8 + high * 4, &to, 4);
-  if ((part & 3) == 0) reinterpret_cast<bf16*>(block + 256)[g * 2 + high] = __float2bfloat16(inside && k < p.k ? scale_of(p, row, k) : 0.0f);
+  memcpy(unit + (g * 4 + (part & 3)) * 16 + second * 8 + high * 4, &to, 4);
+  if ((part & 3) == 0) reinterpret_cast<bf16*>(unit + 512)[g * 4 + second * 2 + high] = __float2bfloat16(inside && k < p.k ? scale_of(p, row, k) : 0.0f);
+}
+
+// To the nearest e4m3, ties to even; |x| is at most 448.
+__device__ __forceinline__ unsigned e4m3_of(float x) {
+  const unsigned sign = __float_as_uint(x) >> 31 << 7;
+  const float size = fabsf(x);
+  if (size < 0.015625f) return sign | (unsigned)rintf(size * 512.0f);   // subnormal, or the smallest normal number
+  unsigned bits = __float_as_uint(size);
+  bits += 0x7ffffu + (bits >> 20 & 1);
+  return sign | ((bits >> 20) - (120u << 3));
+}
+// Grid: (ceil(k_blocks / 8), rows / 8) blocks of 256 threads; a warp takes 8 rows of a block, a lane 8 columns of one.
+__device__ __forceinline__ void quantise_fp8_body(const QuantiseParams& p) {
+  const int block_k = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31, row = blockIdx.y * 8 + (lane >> 2), k = block_k * 32 + (lane & 3) * 8;
+  if (block_k >= p.k_blocks) return;
+  float v[8], most = 0;
+  for (int e = 0; e < 8; e++) {
+    v[e] = row < p.n_source_rows && k + e < p.k ? __bfloat162float(source_element(p, (size_t)row * p.source_stride + k + e)) : 0.0f;
+    most = fmaxf(most, fabsf(v[e]));
+  }
+  most = warp_max(most);
+  const int n = row_in_tiles(p.order, p.row_offset + row), high = (n >> 3) & 1;
+  const size_t block = (size_t)(n >> 4) * p.k_blocks + block_k;
+  const float scale = __fdiv_rn(most, 448.0f);
+  for (int e = 0; e < 8; e++) p.weights[block * 512 + lane * 16 + high * 8 + e] = scale > 0 ? (unsigned char)e4m3_of(fminf(fmaxf(__fdiv_rn(v[e], scale), -448.0f), 448.0f)) : 0;
+  if (lane == 0) p.tile_scales[block * 2 + high] = scale;
 }
 
 // A bijective mix of 64 bits (splitmix64's finaliser); its upper 24 bits are the number.
@@ -74,16 +101,16 @@ __device__ __forceinline__ void fill_random_body(const FillParams& p) {
     static_cast<bf16*>(p.to)[p.retiled ? retiled_index(n, k, k_blocks) : i] = __float2bfloat16(v);
   }
 }
-// Grid: any number of blocks of 256 threads; a thread fills a block of 16 x 32.
+// Grid: any number of blocks of 256 threads; a thread fills a unit of 16 rows.
 __device__ __forceinline__ void fill_codes_body(const FillCodesParams& p) {
   for (unsigned long long block = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x; block < p.n_blocks; block += (unsigned long long)gridDim.x * blockDim.x) {
-    uint32_t* words = reinterpret_cast<uint32_t*>(p.weights + block * (p.four_bits ? 288 : 512));
-    for (int i = 0; i < (p.four_bits ? 64 : 128); i++) {
+    uint32_t* words = reinterpret_cast<uint32_t*>(p.weights + block * (p.four_bits ? 576 : 512));
+    for (int i = 0; i < 128; i++) {
       const uint32_t bits = mixed(p.seed, block * 128 + i) >> 32;
       words[i] = p.four_bits ? bits : bits & 0xbfbfbfbfu;
     }
     const uint32_t scale = __bfloat16_as_ushort(__float2bfloat16(p.scale));
-    if (p.four_bits) for (int g = 0; g < 8; g++) words[64 + g] = scale << 16 | scale;
+    if (p.four_bits) for (int i = 0; i < 16; i++) words[128 + i] = scale << 16 | scale;
     if (p.tile_scales) p.tile_scales[block * 2] = p.tile_scales[block * 2 + 1] = p.scale;
   }
 }
@@ -92,5 +119,6 @@ __device__ __forceinline__ void fill_codes_body(const FillCodesParams& p) {
 KERNEL(repack, RepackParams, 256) { repack_body(p); }
 KERNEL(repack_fp8, RepackCodesParams, 256) { repack_fp8_body(p); }
 KERNEL(repack_int4, RepackCodesParams, 256) { repack_int4_body(p); }
+KERNEL(quantise_fp8, QuantiseParams, 256) { quantise_fp8_body(p); }
 KERNEL(fill_random, FillParams, 256) { fill_random_body(p); }
 KERNEL(fill_codes, FillCodesParams, 256) { fill_codes_body(p); }

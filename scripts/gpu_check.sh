@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, in under ten minutes, with one short table at the end: doctor, tests/gpu.rs, latencies, compute-sanitizer, time from
-# exec to the first token, speculation, load from disk, Ctrl-C at any moment, 20 equal runs, a long conversation, rest. ONLY=plots measures what
+# Everything that only a GPU can show, in under ten minutes, with one short table at the end: doctor, tests/gpu.rs, tests/comm.rs, latencies, compute-sanitizer, time from
+# exec to the first token, speculation, load from disk, Ctrl-C at any moment, soaks, NCCL, 20 equal runs, a long conversation, rest. ONLY=plots measures what
 # scripts/plot_bench.py draws, nothing else does. Builds nothing and needs no cargo, so that the binaries may come from another machine:
-#   scripts/gpu_check.sh VOLLEY GPU_TEST          (target/release/volley, target/release/deps/gpu-...)
+#   scripts/gpu_check.sh VOLLEY GPU_TEST COMM_TEST          (target/release/volley, target/release/deps/gpu-..., target/release/deps/comm-...)
 # VOLLEY_MODEL=DIR is SmolLM2 (scripts/fetch_smollm2.py); without it what needs it is skipped. Logs go to $OUT, else target/gpu_check. ONLY=tests,bench runs some stages.
+# NCCL is the system's or PyTorch's; carry/nccl/*.xz*, if it is there, holds one of 2.30 or later, whole or in pieces (scripts/slim_nccl.py made it small). SOAK=N replays in each soak instead of 50,000.
 # Exit code 0: nothing failed.
 set -u
-[ $# = 2 ] || { echo "usage: scripts/gpu_check.sh VOLLEY GPU_TEST" >&2; exit 2; }
+[ $# = 3 ] || { echo "usage: scripts/gpu_check.sh VOLLEY GPU_TEST COMM_TEST" >&2; exit 2; }
 cd "$(dirname "$0")/.."
 volley=$(realpath "$1") || exit 2
 tests=$(realpath "$2") || exit 2
+comm=$(realpath "$3") || exit 2
 model=${VOLLEY_MODEL:-}; unset VOLLEY_MODEL
 logs=${OUT:-target/gpu_check}; mkdir -p "$logs"
 deadline=$((SECONDS + 580)); table=; failed=0
@@ -67,6 +69,27 @@ if wanted tests; then
   grep -q 'skipped: no GPU' "$logs/tests.log" && code=1
   verdict tests "$(grep -o 'test result: [^;]*; [^;]*;' "$logs/tests.log") $skipped skipped"; grep -aE '^test |panicked|^(SmolLM2|8B|llama|qwen)' -A1 "$logs/tests.log" | cut -c1-220
 fi
+if wanted comm; then
+  run comm 100 env VOLLEY_GPUS="${VOLLEY_GPUS:-1}" "$comm" --test-threads 1 --nocapture
+  verdict comm "$(grep -o 'test result: [^;]*; [^;]*;' "$logs/comm.log")"; grep -aE '^test |panicked' -A1 "$logs/comm.log" | cut -c1-220
+fi
+if wanted nccl; then
+  system=$(ldconfig -p | grep -o '/[^ ]*libnccl.so.2$' | head -1)
+  [ -n "$system" ] || system=$(find /opt /usr/local/lib -name libnccl.so.2 2>/dev/null | head -1)
+  shared=
+  if ls carry/nccl/*.xz* >/dev/null 2>&1; then
+    shared=${TMPDIR:-/tmp}/volley-nccl/libnccl.so.2; mkdir -p "$(dirname "$shared")"
+    cat carry/nccl/*.xz* | python3 -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.stdin.buffer), open(sys.argv[1], "wb"))' "$shared"
+  fi
+  run nccl 250 env VOLLEY_GPUS=1 ${system:+VOLLEY_NCCL="$system"} ${shared:+VOLLEY_NCCL_SHARED="$shared"} "$comm" --exact nccl_works_in_graphs_or_refuses --nocapture
+  verdict nccl "$system, $shared; $(grep -c 'skipped: ' "$logs/nccl.log") skipped"; grep -aE '^[0-9] ranks|skipped|panicked' -A1 "$logs/nccl.log" | cut -c1-300
+fi
+if wanted soak; then
+  run soak 200 env VOLLEY_SOAK="${SOAK:-50000}" "$tests" --exact ranks_soak --nocapture
+  verdict soak "$(grep -aoE '[0-9]+ ranks, [0-9]+ replays in [0-9.]+ s' "$logs/soak.log" | tr '\n' ';')"; grep -aE '^[0-9]+ ranks|panicked' -A1 "$logs/soak.log"
+  run soak_sums 100 env VOLLEY_GPUS="${VOLLEY_GPUS:-1}" VOLLEY_SOAK="${SOAK:-50000}" "$comm" --exact sums_soak --nocapture
+  verdict soak_sums "$(grep -aoE '[0-9]+ ranks: [0-9]+ replays of sums in [0-9.]+ s' "$logs/soak_sums.log" | tr '\n' ';')"; grep -a panicked -A1 "$logs/soak_sums.log"
+fi
 if wanted bench; then
   [ -z "$model" ] || bench bench_smollm2 30 -m "$model" -p 128 -g 256 -d 0 --widths 1,4,8
   bench bench_1b 40 --random -m tests/shapes/llama-3.2-1b -p 128 -g 128 -d 0,4096 -r 3 --widths 1,4,8
@@ -120,17 +143,15 @@ if wanted first && [ -n "$model" ]; then
   took=0; verdict first "exec to first token and exit, ms: $times"
   "$volley" run -v -m "$model" -n 1 hi </dev/null >"$logs/start.log" 2>&1; grep -E 'graphs in|loaded' "$logs/start.log"
 fi
-if wanted interrupt && [ -n "$model" ]; then
-  # During start, prefill and decode alike: exit code 130 (SIGTERM 143) within 2 s, and the memory is back.
-  set -m   # so that background jobs do not ignore SIGINT
-  prompt=$(yes "The quick brown fox jumps over the lazy dog." | head -n 600)
-  before=$(used_mb); worst=0; bad=; during=0
-  for case in INT:0.05 INT:0.1 INT:0.2 INT:0.3 INT:0.4 INT:0.5 INT:0.6 INT:0.8 INT:1.0 INT:1.5 TERM:0.2 TERM:1.0; do
+interrupts() { # stage, arguments...: signals during start, prefill and decode alike: exit code 130 (SIGTERM 143) within 2 s, and the memory is back
+  local name=$1 before worst=0 bad= during=0 case signal delay text pid start code ms expected after; shift
+  before=$(used_mb)
+  for case in INT:0.05 INT:0.1 INT:0.2 INT:0.3 INT:0.4 INT:0.5 INT:0.6 INT:0.8 INT:1.0 INT:1.5 INT:2.5 TERM:0.2 TERM:1.0 TERM:2.5; do
     signal=${case%:*}; delay=${case#*:}
-    text=$prompt; [[ $delay == 1* ]] && text="Count to a million."
-    "$volley" run -m "$model" --ignore-eos <<< "$text" >"$logs/interrupt.log" 2>"$logs/interrupt.err" & pid=$!
+    text=$prompt; [[ $delay == [12]* ]] && text="Count to a million."
+    "$volley" run -m "$model" --ignore-eos "$@" <<< "$text" >"$logs/$name.log" 2>"$logs/$name.err" & pid=$!
     sleep "$delay"; start=$(now_ms); kill -$signal $pid 2>/dev/null; wait $pid; code=$?; ms=$(($(now_ms) - start))
-    [ -s "$logs/interrupt.log" ] && during=$((during + 1))
+    [ -s "$logs/$name.log" ] && during=$((during + 1))
     [ $ms -gt $worst ] && worst=$ms
     expected=130; [ $signal = TERM ] && expected=143
     [ $code = $expected ] || bad+=" $case gave $code"
@@ -138,7 +159,16 @@ if wanted interrupt && [ -n "$model" ]; then
     for _ in 1 2 3 4 5 6 7 8 9 10; do after=$(used_mb); [ "$after" -le $((before + 16)) ] && break; sleep 0.2; done
     [ "$after" -le $((before + 16)) ] || bad+=" $case left $((after - before)) MB"
   done
-  if [ -z "$bad" ]; then row interrupt ok "12 signals, $during of them while answering, slowest exit $worst ms, memory back"; else row interrupt FAILED "$bad"; fi
+  if [ -z "$bad" ]; then row "$name" ok "14 signals, $during of them while answering, slowest exit $worst ms, memory back"; else row "$name" FAILED "$bad"; fi
+}
+if wanted interrupt && [ -n "$model" ]; then
+  set -m   # so that background jobs do not ignore SIGINT
+  prompt=$(yes "The quick brown fox jumps over the lazy dog." | head -n 600)
+  interrupts interrupt
+  # Three ranks on the GPU; the first start finds out how sums travel, and remembers it.
+  run ranks_start 60 "$volley" run -v -m "$model" --tp 3 --ranks-per-gpu 3 -n 1 hi
+  verdict ranks_start "$(grep -aE 'graphs in' "$logs/ranks_start.log")"
+  interrupts interrupt_ranks --tp 3 --ranks-per-gpu 3
 fi
 
 if wanted determinism && [ -n "$model" ]; then

@@ -2,7 +2,7 @@
 //!
 //! argh reads the flags. What it lacks is added here: flags that several commands share (the `command!` macros), and `--name=value`, `-n5`,
 //! `-vv`, a lone `-` (`spread`). A new flag is a field in one of the macros or structs and a line in the conversion below it.
-use crate::cmd::{bench, chat, doctor, run, Algorithm, AnswerOptions, Device, Draft, ModelOptions};
+use crate::cmd::{bench, chat, doctor, run, Algorithm, AnswerOptions, Device, Draft, ModelOptions, Ranks, Slice, COMM_MAX_RANKS};
 use crate::completions::{Program, Values};
 use crate::decode::Sampling;
 use crate::decode::MAX_DRAFTS;
@@ -43,7 +43,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Result<u8> {
             run::run(&r.model_options(), &r.answer_options()?, &run::Options { prompt, raw: r.raw, json: r.json })
         }
         Some(Command::Bench(b)) => {
-            let model = ModelOptions { random: b.random, ..b.model_options() };
+            let model = ModelOptions { random: b.random, slice: b.slice()?, ..b.model_options() };
             let options = bench::Options {
                 prompts: b.prompt_tokens.0,
                 generate: b.generate,
@@ -119,6 +119,9 @@ macro_rules! command {
             /// how ranks add up what each has: auto, push, pull, two-shot, nccl or nccl-allreduce (default: auto, what is fastest and right at start)
             #[argh(option, default = "Collective(None)")]
             collective: Collective,
+            /// whether ranks divide attention: auto, split or whole (default: auto, which is split unless a sum over ranks takes longer than reading all of it)
+            #[argh(option, default = "Attention(None)")]
+            attention: Attention,
             /// the NCCL library (default: libnccl.so.2 where the system looks)
             #[argh(option)]
             nccl: Option<PathBuf>,
@@ -144,6 +147,9 @@ macro_rules! command {
             /// a weights.toml for checkpoints with other tensor names (default: built in)
             #[argh(option)]
             weights: Option<PathBuf>,
+            /// turn bf16 matrices that every token reads into FP8 at load: fewer bytes a token, other answers (default: as stored)
+            #[argh(switch)]
+            fp8_dense: bool,
             /// say on stderr what was loaded and how; -vv also prints the plan
             #[argh(switch, short = 'v')]
             verbose: u8,
@@ -163,10 +169,13 @@ macro_rules! command {
                     tp: self.tp,
                     ranks_per_gpu: self.ranks_per_gpu,
                     collective: self.collective.0,
+                    whole_attention: self.attention.0,
                     nccl: self.nccl.clone(),
                     require_p2p: self.require_p2p,
                     require_graphs: self.require_graphs,
                     random: false,
+                    fp8_dense: self.fp8_dense,
+                    slice: None,
                     verbose: self.verbose,
                 }
             }
@@ -344,14 +353,45 @@ command! {
         /// random weights: config.json is enough
         #[argh(switch)]
         random: bool,
+        /// measure one rank of a model split over N, alone on one GPU: R/N, such as 0/8; what it adds up lacks the other ranks' shares
+        #[argh(option)]
+        slice: Option<Share>,
+        /// with --slice: each sum over ranks takes so many microseconds (default: it costs nothing)
+        #[argh(option)]
+        comm_us: Option<f64>,
         /// one JSON object a row, with all samples
         #[argh(switch)]
         json: bool,
     }
 }
 
+impl Bench {
+    fn slice(&self) -> Result<Option<Slice>> {
+        match (&self.slice, self.comm_us) {
+            (None, Some(us)) => bail!("--comm-us {us}: expected --slice as well, whose sums take so long"),
+            (_, Some(us)) if !(0.0..=1e6).contains(&us) => bail!("--comm-us {us}: expected microseconds from 0 to 1000000"),
+            (share, comm_us) => Ok(share.as_ref().map(|share| Slice { ranks: share.0, comm_us })),
+        }
+    }
+}
+
+/// `R/N`: rank R of N.
+struct Share(Ranks);
+
+impl FromStr for Share {
+    type Err = String;
+    fn from_str(word: &str) -> Result<Share, String> {
+        let numbers = word.split_once('/').and_then(|(rank, count)| Some((rank.parse().ok()?, count.parse().ok()?)));
+        match numbers {
+            Some((rank, count)) if rank < count && count <= COMM_MAX_RANKS => Ok(Share(Ranks::new(rank, count))),
+            _ => Err(format!("expected a rank below a number of ranks up to {COMM_MAX_RANKS}, such as 0/8")),
+        }
+    }
+}
+
 /// Flags without a value: their short form may be bundled, and what follows them is no value.
-const SWITCHES: [&str; 17] = [
+const SWITCHES: [&str; 18] = [
+    "--fp8-dense",
     "--require-graphs",
     "--require-p2p",
     "--profile",
@@ -454,6 +494,21 @@ impl FromStr for Collective {
             ("auto", _) => Ok(Collective(None)),
             (_, Some((_, algorithm))) => Ok(Collective(Some(algorithm))),
             _ => Err(format!("expected auto or one of {}", Algorithm::NAMES.map(|(name, _)| name).join(", "))),
+        }
+    }
+}
+
+/// None: auto.
+struct Attention(Option<bool>);
+
+impl FromStr for Attention {
+    type Err = String;
+    fn from_str(word: &str) -> Result<Attention, String> {
+        match word {
+            "auto" => Ok(Attention(None)),
+            "split" => Ok(Attention(Some(false))),
+            "whole" => Ok(Attention(Some(true))),
+            _ => Err("expected auto, split or whole".into()),
         }
     }
 }

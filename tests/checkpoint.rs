@@ -341,6 +341,14 @@ fn mapped_and_plain_give_the_same_bytes() {
         let mut middle = vec![0; tensor.n_bytes() / 2];
         other.read_at(tensor.n_bytes() / 4, &mut middle).unwrap();
         assert_eq!(middle, tensor.bytes()[tensor.n_bytes() / 4..][..middle.len()]);
+        // Four of each sixteen bytes, from the ninth on.
+        let expected: Vec<u8> = tensor.bytes()[8..].chunks(16).filter(|run| run.len() >= 4).flat_map(|run| &run[..4]).copied().collect();
+        for tensor in [tensor, other] {
+            let mut runs = vec![0; expected.len()];
+            tensor.read_rows(8, 16, 4, &mut runs).unwrap();
+            assert!(runs == expected);
+            has(&tensor.read_rows(tensor.n_bytes(), 16, 4, &mut runs).unwrap_err().to_string(), &[&tensor.name, "4 of each 16 bytes"]);
+        }
         let error = tensor.read_at(1, &mut vec![0; tensor.n_bytes()]).unwrap_err();
         has(&error.to_string(), &[&tensor.name, "expected a range within"]);
     }

@@ -34,6 +34,16 @@ fn path(dir: &TempDir) -> &str {
     dir.path().to_str().unwrap()
 }
 
+/// Everything but glibc is inside; drivers are opened at run time.
+#[test]
+fn the_program_needs_glibc_alone() {
+    let out = Command::new("ldd").arg(env!("CARGO_BIN_EXE_volley")).output().expect("ldd, a part of glibc");
+    let needed = String::from_utf8(out.stdout).unwrap();
+    let names: Vec<&str> = needed.lines().filter_map(|line| line.split_whitespace().next()?.rsplit('/').next()).collect();
+    let glibc = ["linux-vdso.so.1", "ld-linux-x86-64.so.2", "libc.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0"];
+    assert!(names.contains(&"libc.so.6") && names.iter().all(|name| glibc.contains(name)), "{needed}");
+}
+
 #[test]
 fn help_goes_to_stdout() {
     for flag in ["--help", "-h"] {

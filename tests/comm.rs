@@ -2,60 +2,43 @@
 //! VOLLEY_GPUS=N on real ones, ranks spread over N GPUs.
 //! What the kernels compute is tested by kernels/shim/test_comm.cpp; here it is the meeting of ranks, launches, capture, how failures end, and what the start
 //! finds out about links (links.rs).
+#[path = "support/shim.rs"]
+mod shim;
+
 use half::bf16;
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::rc::Rc;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use volley::error::{exit_code, machine, MACHINE};
 use volley::gpu::comm::{Algorithm, AllReduce, Choice, Exchange, Fault, FaultKind, Link, Options, Rendezvous, Threads};
 use volley::gpu::device::Gpu;
 use volley::gpu::links::{self, Collectives, Failed, Found, Measure, Pair, State, Tuned, TUNED_ROWS};
-use volley::gpu::shim::Shim;
+use volley::gpu::nccl;
 
-/// Built once per test run.
-fn library() -> &'static Path {
-    static PATH: OnceLock<PathBuf> = OnceLock::new();
-    PATH.get_or_init(|| {
-        let out = Command::new("scripts/shim.sh").output().expect("scripts/shim.sh runs");
-        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-        PathBuf::from(String::from_utf8(out.stdout).expect("a path").lines().last().expect("a path"))
-    })
+/// Real GPUs, if any.
+fn gpus() -> Option<usize> {
+    Some(std::env::var("VOLLEY_GPUS").ok()?.parse().expect("VOLLEY_GPUS is a number"))
 }
 
 fn open(rank: usize) -> anyhow::Result<Gpu> {
-    match std::env::var("VOLLEY_GPUS") {
-        Ok(gpus) => volley::gpu::open(rank % gpus.parse::<usize>()?),
-        Err(_) => Ok(Gpu::new(Rc::new(Shim::open(library())?))),
-    }
+    gpus().map_or_else(|| Ok(shim::gpu()), |gpus| volley::gpu::open(rank % gpus))
 }
 
-/// Runs `body` as every rank, each in a thread with a GPU of its own; results by rank. When one fails, the others are told and poisoned.
+/// Runs `body` as every rank, each in a thread with a GPU of its own; results by rank. When one fails, the others are told.
 fn ranks<T: Send>(n: usize, options: Options, body: impl Fn(&mut Link, &Gpu) -> anyhow::Result<T> + Sync) -> Vec<anyhow::Result<T>> {
+    volley::gpu::make_room_for_ranks();
     let meeting = Threads::new(n, Duration::from_secs(60));
-    let poisons = Mutex::new(Vec::new());
     thread::scope(|scope| {
         let threads: Vec<_> = (0..n)
             .map(|rank| {
-                let (meeting, poisons, body) = (meeting.clone(), &poisons, &body);
+                let (meeting, body) = (meeting.clone(), &body);
                 scope.spawn(move || {
                     let gpu = open(rank)?;
                     let mut link = Link::new(&gpu, rank, meeting.clone(), options)?;
-                    poisons.lock().unwrap().push(link.poison());
-                    link.barrier()?; // whoever fails finds them all
-                    let done = body(&mut link, &gpu);
-                    if let Err(e) = &done {
-                        meeting.fail(&format!("{e:#}"));
-                        // Every rank is to be poisoned, and one of them may still be on its way from the meeting, or fail there.
-                        let start = Instant::now();
-                        while poisons.lock().unwrap().len() < n && start.elapsed() < Duration::from_secs(1) {
-                            thread::yield_now();
-                        }
-                        poisons.lock().unwrap().iter().for_each(|p| p.poison());
-                    }
-                    done
+                    body(&mut link, &gpu).inspect_err(|e| meeting.fail(&format!("{e:#}")))
                 })
             })
             .collect();
@@ -136,6 +119,121 @@ fn all_algorithms_give_the_hosts_sums() {
     }
 }
 
+/// Of the soak: rows and columns of a sum, most sums in a graph, length of the tapes that partials are cut from.
+const SOAK_ROWS: usize = 16;
+const SOAK_DIM: usize = 256;
+const SOAK_SUMS: usize = 4;
+const SOAK_TAPE: usize = 1 << 18;
+
+/// Graphs of sums of every kind, on other data each time, with ranks that fall behind each other, across the wrap of the epochs: x stays to the bit what the host makes of all
+/// partials, added in f32 in order of ranks and rounded once. VOLLEY_SOAK=N replays instead of a few.
+#[test]
+fn sums_soak() {
+    let asked = std::env::var("VOLLEY_SOAK").ok().map(|n| n.parse::<usize>().expect("VOLLEY_SOAK is a number"));
+    for n in [2, 3, 8] {
+        let replays = asked.unwrap_or(80 / n);
+        let start = Instant::now();
+        // Partials of every rank, zeros of both signs among them, and their rounded sums. A rounded sum is never -0.
+        let tapes: Vec<Vec<bf16>> = (0..n)
+            .map(|rank| {
+                let mut tape = numbers(SOAK_TAPE, 77 + rank as u32);
+                tape.iter_mut().skip(rank).step_by(7).for_each(|x| *x = if x.to_f32() < 0.0 { bf16::NEG_ZERO } else { bf16::ZERO });
+                tape
+            })
+            .collect();
+        let sum = |i: usize| bf16::from_f32(tapes.iter().fold(0.0f32, |sum, tape| sum + tape[i].to_f32())).to_f32() + 0.0;
+        let sums: Vec<f32> = (0..SOAK_TAPE).map(sum).collect();
+        let near_wrap = Options { last_epoch: u32::MAX - 50, ..Options::default() };
+        let results = ranks(n, near_wrap, |link, gpu| soak(link, gpu, &tapes[link.rank], &sums, replays));
+        let counts: Vec<usize> = results.into_iter().map(|r| r.unwrap_or_else(|e| panic!("{n} ranks: {e:#}"))).collect();
+        assert!(counts[0] >= replays && counts.iter().all(|count| *count == counts[0]), "{counts:?}");
+        println!("{n} ranks: {} replays of sums in {:.1} s, all right to the bit", counts[0], start.elapsed().as_secs_f64());
+        // One bit of what one rank sends another is enough.
+        if n == 3 {
+            let mut results =
+                ranks(n, planted(FaultKind::Flip, Some(Algorithm::Push)), |link, gpu| soak(link, gpu, &tapes[link.rank], &sums, 40));
+            let error = results.swap_remove(2).expect_err("it must be noticed");
+            assert!(format!("{error:#}").contains(" instead of "), "{error:#}");
+        }
+    }
+}
+
+/// How many replays one rank made: `replays` or a few more.
+fn soak(link: &Link, gpu: &Gpu, tape: &[bf16], sums: &[f32], replays: usize) -> anyhow::Result<usize> {
+    const N: usize = SOAK_ROWS * SOAK_DIM;
+    let (mut shared, mut own) = (1, 1000 + link.rank as u64);
+    let partials = gpu.allocate(2 * SOAK_SUMS * N)?;
+    let used = gpu.allocate(4 * SOAK_SUMS)?;
+    let x = gpu.allocate(4 * N)?;
+    let mut expected = stream(N);
+    gpu.upload(&expected, x.at(0))?;
+    gpu.synchronize()?;
+    // Graphs: for each sum its rows. Every algorithm alone with few and with many rows, then mixtures.
+    let algorithms = [Algorithm::Push, Algorithm::Pull, Algorithm::TwoShot];
+    let mut graphs = Vec::new();
+    link.barrier()?;
+    for i in 0..24 {
+        let mut calls = Vec::new();
+        for at in 0..if i < 6 { 1 } else { 1 + below(&mut shared, SOAK_SUMS) } {
+            let algorithm = if i < 6 { algorithms[i / 2] } else { algorithms[below(&mut shared, 3)] };
+            let rows = if i < 6 { [1, SOAK_ROWS][i % 2] } else { 1 + below(&mut shared, SOAK_ROWS) };
+            let (fewest, most) = link.block_limits(algorithm, SOAK_DIM);
+            let blocks = fewest.max(1) + below(&mut shared, most - fewest.max(1) + 1);
+            let sum = AllReduce {
+                partial: partials.at(2 * at * N),
+                x: x.at(0),
+                n_rows: used.at(4 * at),
+                rows,
+                dim: SOAK_DIM,
+                ..AllReduce::default()
+            };
+            calls.push((Choice { algorithm, blocks }, sum));
+        }
+        let graph = gpu.capture(|| calls.iter().try_for_each(|(choice, sum)| link.all_reduce_with(*choice, STEP, sum)))?;
+        graphs.push((graph, calls.iter().map(|(_, sum)| sum.rows).collect::<Vec<usize>>()));
+    }
+    gpu.synchronize()?;
+    link.barrier()?;
+    let mut done = 0;
+    while done < replays {
+        // Rows in use are less than the graph's now and then.
+        let offset = below(&mut shared, SOAK_TAPE - SOAK_SUMS * N);
+        let in_use: Vec<i32> =
+            (0..SOAK_SUMS).map(|_| if below(&mut shared, 4) > 0 { 99 } else { 1 + below(&mut shared, SOAK_ROWS) as i32 }).collect();
+        gpu.upload(&tape[offset..offset + SOAK_SUMS * N], partials.at(0))?;
+        gpu.upload(&in_use, used.at(0))?;
+        gpu.synchronize()?;
+        for _ in 0..1 + below(&mut shared, 3) {
+            match below(&mut own, 500) {
+                0 => thread::sleep(Duration::from_millis(5)),
+                1..60 => thread::sleep(Duration::from_micros(below(&mut own, 200) as u64)),
+                _ => {}
+            }
+            let (graph, rows) = &graphs[below(&mut shared, graphs.len())];
+            gpu.replay(graph)?;
+            done += 1;
+            for (at, rows) in rows.iter().enumerate() {
+                let n = SOAK_DIM * (*rows).min(in_use[at] as usize);
+                expected[..n].iter_mut().zip(&sums[offset + at * N..]).for_each(|(x, sum)| *x += sum);
+            }
+        }
+        let found: Vec<f32> = gpu.download(x.at(0), N)?;
+        link.check()?;
+        if let Some(i) = (0..N).find(|&i| found[i].to_bits() != expected[i].to_bits()) {
+            let (row, column) = (i / SOAK_DIM, i % SOAK_DIM);
+            anyhow::bail!("rank {}, after {done} replays, row {row}, column {column}: {} instead of {}", link.rank, found[i], expected[i]);
+        }
+    }
+    link.barrier()?; // before anything goes
+    Ok(done)
+}
+
+/// Numbers below `n`, the same for the same state.
+fn below(state: &mut u64, n: usize) -> usize {
+    *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+    (*state >> 33) as usize % n
+}
+
 #[test]
 fn words_are_exchanged() {
     for n in [2, 5, 8] {
@@ -161,6 +259,17 @@ fn words_are_exchanged() {
     }
 }
 
+/// Rank `rank` as a line about a pair names it.
+fn name(link: &Link, rank: usize) -> String {
+    let place = &link.places[rank];
+    format!("rank {rank} (GPU {}, {})", place.ordinal, place.bus_id)
+}
+
+/// The ordinal of rank `rank`'s GPU.
+fn gpu_of(rank: usize) -> usize {
+    rank % gpus().unwrap_or(1)
+}
+
 /// An error of the machine whose line names what is missing.
 fn gave_up(result: anyhow::Result<()>, parts: &[&str]) {
     let error = result.expect_err("it must fail");
@@ -172,19 +281,20 @@ fn gave_up(result: anyhow::Result<()>, parts: &[&str]) {
 #[test]
 fn dropped_words_are_missed_by_name() {
     let fault = Fault { kind: FaultKind::Drop, rank: 1, peer: 2, only: None };
-    let options = Options { patience: Duration::from_millis(50), fault: Some(fault), ..Options::default() };
+    let options = Options { patience: PATIENCE, fault: Some(fault), ..Options::default() };
     for algorithm in [Algorithm::Push, Algorithm::Pull, Algorithm::TwoShot] {
         let mut results = ranks(3, options, |link, gpu| {
             let done = all_reduce(link, gpu, &[Choice { algorithm, blocks: 1 }], 2, 96).map(drop);
             link.check().and(done)
         });
-        gave_up(results.swap_remove(2), &["rank 2 (GPU 0): no data from rank 1", STEP, "for 0.05 s"]);
+        let line = format!("rank 2 (GPU {}): no data from rank 1 (GPU {}) in {STEP} (", gpu_of(2), gpu_of(1));
+        gave_up(results.swap_remove(2), &[&line, &format!("for {} s", PATIENCE.as_secs_f32())]);
     }
 }
 
 #[test]
 fn a_rank_that_fails_ends_the_others() {
-    library();
+    shim::library();
     let start = Instant::now();
     let results = ranks(3, Options { patience: Duration::from_secs(1000), ..Options::default() }, |link, gpu| {
         if link.rank == 1 {
@@ -248,8 +358,11 @@ fn alike<T: std::fmt::Debug>(results: Vec<anyhow::Result<T>>) -> T {
     all.swap_remove(0)
 }
 
+/// Of tests that wait in vain. Ranks that share a GPU come to a collective tens of milliseconds after each other at first.
+const PATIENCE: Duration = Duration::from_millis(150);
+
 fn planted(kind: FaultKind, only: Option<Algorithm>) -> Options {
-    Options { patience: Duration::from_millis(50), fault: Some(Fault { kind, rank: 1, peer: 2, only }), ..Options::default() }
+    Options { patience: PATIENCE, fault: Some(Fault { kind, rank: 1, peer: 2, only }), ..Options::default() }
 }
 
 #[test]
@@ -263,7 +376,8 @@ fn the_probe_names_the_pair() {
             Ok(pairs)
         }));
         assert_eq!(pairs.len(), n * (n - 1));
-        assert!(pairs.iter().all(|p| p.state() == State::SameGpu && p.store_rate > 0.0 && p.load_rate > 0.0), "{pairs:?}");
+        assert!(pairs.iter().all(|p| p.state().is_good() && p.store_rate > 0.0 && p.load_rate > 0.0), "{pairs:?}");
+        assert!(gpus() > Some(1) || pairs.iter().all(|p| p.state() == State::SameGpu), "{pairs:?}");
     }
     let there = (1, 2);
     for (kind, off, words) in [
@@ -272,12 +386,14 @@ fn the_probe_names_the_pair() {
         (FaultKind::Flip, &[there], &["131072 of 131072 stores wrong", "131072 of 131072 loads wrong", "one way"]),
         (FaultKind::Stall, &[there, (2, 1)], &["stores ", "GB/s", "no answer to a ping"]),
     ] {
-        let pairs = alike(ranks(3, planted(kind, None), |link, _| links::probe(link)));
+        let (pairs, names) = alike(ranks(3, planted(kind, None), |link, _| {
+            let names = format!("{} to {}: off: ", name(link, 1), name(link, 2));
+            Ok((links::probe(link)?, names))
+        }));
         let found: Vec<&Pair> = pairs.iter().filter(|p| p.state() == State::Off).collect();
         assert_eq!(found.iter().map(|p| (p.from, p.to)).collect::<Vec<_>>(), off, "{kind:?}: {pairs:?}");
         let line = found[0].to_string();
-        let named = ["rank 1 (GPU 0, shim) to rank 2 (GPU 0, shim): off: ", "IOMMU"];
-        assert!(words.iter().chain(&named).all(|word| line.contains(word)), "{kind:?}: {line}");
+        assert!(words.iter().chain(&[&names[..], "IOMMU"]).all(|word| line.contains(word)), "{kind:?}: {line}");
     }
 }
 
@@ -305,12 +421,13 @@ fn the_tuner_does_not_choose_what_is_wrong() {
         assert!(failed.is_empty(), "{failed:?}");
     }
     for (kind, wrong, words) in [
-        (FaultKind::Flip, Push, "rank 2 (GPU 0): 12 of 96 sums are wrong, first row 0 column 3: expected "),
-        // Rank 2 waits for rank 1, and rank 0 for what rank 2 would make of it: either may give up first.
-        (FaultKind::Drop, TwoShot, "(GPU 0): no data from rank "),
+        (FaultKind::Flip, Push, ": 12 of 96 sums are wrong, first row 0 column 3: expected "),
+        // The others wait too, for what rank 2 would make of it.
+        (FaultKind::Drop, TwoShot, &format!(": no data from rank 1 (GPU {}) in the check of sums (sums to add) for ", gpu_of(1))),
     ] {
         let (tuned, failed): (Vec<Tuned>, Vec<Failed>) = tune(3, planted(kind, Some(wrong)));
-        assert!(failed.len() == 1 && failed[0].algorithm == wrong && failed[0].why.contains(words), "{failed:?}");
+        let line = format!("rank 2 (GPU {}){words}", gpu_of(2));
+        assert!(failed.len() == 1 && failed[0].algorithm == wrong && failed[0].why.starts_with(&line), "{failed:?}");
         assert!(tuned.len() == 2 && tuned.iter().all(|t| t.choice.algorithm != wrong && !algorithms(t).contains(&wrong)), "{tuned:?}");
     }
 }
@@ -353,14 +470,111 @@ fn choices_are_remembered() {
 fn a_pair_that_is_off_ends_the_start_or_its_algorithm() {
     let settle = |only, require_p2p| {
         let collectives = Collectives { measure: Measure::Anew, require_p2p, ..Collectives::default() };
-        ranks(3, planted(FaultKind::Zero, only), move |link, _| links::settle(link, &collectives, 16))
+        let names = alike(ranks(3, Options::default(), |link, _| Ok(format!("{} to {}: off", name(link, 1), name(link, 2)))));
+        (names, ranks(3, planted(FaultKind::Zero, only), move |link, _| links::settle(link, &collectives, 16)))
     };
     for (require_p2p, words) in [(true, "--require-p2p: "), (false, "words between ranks: rank 2: wrong ones arrived; ")] {
-        for result in settle(None, require_p2p) {
-            gave_up(result.map(drop), &[words, "rank 1 (GPU 0, shim) to rank 2 (GPU 0, shim): off", "stores wrong"]);
+        let (names, results) = settle(None, require_p2p);
+        for result in results {
+            gave_up(result.map(drop), &[words, &names, "stores wrong"]);
         }
     }
-    let found = alike(settle(Some(Algorithm::Push), true));
+    let found = alike(settle(Some(Algorithm::Push), true).1);
     assert!(found.failed.len() == 1 && found.failed[0].algorithm == Algorithm::Push, "{found:?}");
     assert!(found.tuned.iter().map(|t| t.rows).eq(TUNED_ROWS), "{found:?}");
+}
+
+/// NCCL's graphs, in a process for each library and each way of adding, since NCCL reads its settings once and may hang or crash: what it is forced to works, or is refused in one
+/// line, in seconds. $VOLLEY_NCCL: a library, for one rank; $VOLLEY_NCCL_SHARED: one of 2.30 or later, for two ranks on one GPU.
+#[test]
+fn nccl_works_in_graphs_or_refuses() {
+    let mut refused = Vec::new();
+    for (variable, n) in [("VOLLEY_NCCL", 1), ("VOLLEY_NCCL_SHARED", 2)] {
+        let Some(library) = std::env::var_os(variable) else {
+            let _ = writeln!(std::io::stderr(), "skipped: ${variable} names no NCCL library for {n} ranks on a GPU");
+            continue;
+        };
+        for (forced, algorithm) in
+            [("Ring", Algorithm::Nccl), ("Ring", Algorithm::NcclAllReduce), ("Tree", Algorithm::Nccl), ("Tree", Algorithm::NcclAllReduce)]
+        {
+            let start = Instant::now();
+            let mut child = Command::new(std::env::current_exe().unwrap());
+            child.args(["--ignored", "--exact", "nccl_in_this_process", "--nocapture"]).stdin(Stdio::null());
+            child.envs(nccl::defaults(n > 1)).env("NCCL_ALGO", forced);
+            child.env("VOLLEY_NCCL", &library).env("VOLLEY_NCCL_RANKS", n.to_string()).env("VOLLEY_NCCL_SUMS", algorithm.name());
+            let mut child = child.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+            while child.try_wait().unwrap().is_none() && start.elapsed() < Duration::from_secs(40) {
+                thread::sleep(Duration::from_millis(10));
+            }
+            let _ = child.kill();
+            let out = child.wait_with_output().unwrap();
+            let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+            let what = format!("{n} ranks, {forced}, {}", algorithm.name());
+            let both = format!("{what}: {} after {:?}\n{}{}", out.status, start.elapsed(), text(&out.stdout), text(&out.stderr));
+            match out.status.code() {
+                Some(0) => print!(
+                    "{}",
+                    text(&out.stdout).lines().filter(|l| l.starts_with("NCCL")).map(|l| format!("{what}: {l}\n")).collect::<String>()
+                ),
+                Some(3) if text(&out.stderr).lines().filter(|l| l.starts_with("error: ")).count() == 1 => {
+                    print!("{what}: {}", text(&out.stderr));
+                    refused.push(what);
+                }
+                _ => panic!("{both}"),
+            }
+        }
+    }
+    // A ring is what the engine asks for itself. A tree gathers nothing, so that NCCL refuses it.
+    assert!(refused.iter().all(|what| what.contains("Tree")), "{refused:?}");
+}
+
+#[test]
+#[ignore = "nccl_works_in_graphs_or_refuses runs it, in processes of its own"]
+fn nccl_in_this_process() {
+    let variable = |name: &str| std::env::var(name).unwrap_or_else(|_| panic!("${name} is not set"));
+    let (rows, dim, n) = (3, 512, variable("VOLLEY_NCCL_RANKS").parse::<usize>().unwrap());
+    let algorithm = Algorithm::NAMES.iter().find(|named| named.0 == variable("VOLLEY_NCCL_SUMS")).unwrap().1;
+    let path = variable("VOLLEY_NCCL");
+    let library = || nccl::Library::open(Some(Path::new(&path)));
+    let sums = algorithm == Algorithm::NcclAllReduce;
+    let results: Vec<anyhow::Result<Vec<Vec<f32>>>> = match n {
+        1 => vec![volley::gpu::open(0).and_then(|gpu| nccl_alone(&gpu, library()?, sums, rows * dim))],
+        _ => ranks(n, Options::default(), |link, gpu| {
+            link.attach_nccl(&library()?, algorithm, &[1, rows, 16], dim)?;
+            all_reduce(link, gpu, &[Choice { algorithm, blocks: link.blocks(algorithm, rows, dim) }], rows, dim)
+        }),
+    };
+    if let Some(error) = results.iter().find_map(|r| r.as_ref().err()) {
+        eprintln!("error: {error:#}");
+        std::process::exit(exit_code(error).into());
+    }
+    let want = if n == 1 { numbers(rows * dim, 10).iter().map(|x| x.to_f32()).collect() } else { expected(n, rows, dim) };
+    for result in results.into_iter().flat_map(|r| r.unwrap()) {
+        for (i, (found, want)) in result.iter().zip(&want).enumerate() {
+            // NCCL rounds sums where it likes.
+            let allowed = if sums { want.abs().max(1.0) / 64.0 } else { 0.0 };
+            assert!((found - want).abs() <= allowed, "{i}: {found}, expected {want}");
+        }
+    }
+    println!("NCCL {}: right, launched and in graphs", library().unwrap().version_text());
+}
+
+/// What a collective of one rank makes of its numbers, launched, then in 50 replays of a graph of 50.
+fn nccl_alone(gpu: &Gpu, library: Arc<nccl::Library>, sums: bool, n: usize) -> anyhow::Result<Vec<Vec<f32>>> {
+    let (from, to) = (gpu.store(&numbers(n, 10))?, gpu.allocate(2 * n)?);
+    let warm_up = nccl::WarmUp { sums, sizes: vec![n], from: from.at(0), to: to.at(0) };
+    let comm = nccl::Comm::connect(&library, gpu.raw().expect("a real GPU"), 1, 0, library.unique_id()?, warm_up)?;
+    let call = || if sums { comm.all_reduce(from.at(0), to.at(0), n) } else { comm.all_gather(from.at(0), to.at(0), n) };
+    let result = || Ok::<_, anyhow::Error>(gpu.download::<bf16>(to.at(0), n)?.iter().map(|x| x.to_f32()).collect::<Vec<f32>>());
+    gpu.fill(to.at(0), 0, 2 * n)?;
+    call()?;
+    let mut results = vec![result()?];
+    let graph = gpu.capture(|| (0..50).try_for_each(|_| call()))?;
+    gpu.fill(to.at(0), 0, 2 * n)?;
+    (0..50).try_for_each(|_| gpu.replay(&graph))?;
+    results.push(result()?);
+    comm.check()?;
+    drop(graph);
+    drop(comm);
+    Ok(results)
 }

@@ -145,9 +145,9 @@ fn config_alone(config_json: &[u8], generation_json: Option<&[u8]>) -> Result<()
     assert!(config.eos.iter().all(|(id, _)| (*id as usize) < config.vocab), "an end token that the model cannot say");
     // Several ranks may not suit it; that is said, too.
     for (count, pass) in [(2, Pass::Prefill { rows: 16 }), (3, Pass::Verify { width: 1 }), (8, Pass::Verify { width: 8 })] {
-        drop(plan::target(&config, pass, Ranks { rank: count - 1, count }, &[]));
+        drop(plan::target(&config, pass, Ranks::new(count - 1, count), &[]));
     }
-    plan::target(&config, Pass::Verify { width: 1 }, Ranks { rank: 0, count: 1 }, &[]).map(drop)
+    plan::target(&config, Pass::Verify { width: 1 }, Ranks::ONE, &[]).map(drop)
 }
 
 const CONFIGS: [&str; 3] = ["tests/data/configs", "tests/data/tiny", "tests/shapes"];

@@ -5,21 +5,28 @@
 //! kernels compiled by scripts/shim.sh instead: slow, for tests of these tests (`gpu tiny`).
 #[path = "support/drafter.rs"]
 mod drafter;
+#[path = "support/experts.rs"]
+mod experts;
+#[path = "support/quantised.rs"]
+mod quantised;
 #[path = "support/ranks.rs"]
 mod ranks;
 mod support;
 
 use anyhow::ensure;
-use drafter::tiny_llama_drafter;
+use drafter::{latent_draft_model, tiny_llama_drafter};
+use experts::write_tiny8;
+use quantised::Scheme;
 use ranks::{compute_alike, tiny3, tiny8};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::rc::Rc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use volley::cmd::bench::token_ids;
-use volley::cmd::{answer, check, doctor, Device, Draft, ModelOptions, Session};
+use volley::cmd::{answer, check, doctor, signal, Device, Draft, ModelOptions, Session};
 use volley::cpu::Reference;
 use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling, MAX_DRAFTS};
 use volley::error;
@@ -43,13 +50,17 @@ const BF16_SHARE: f32 = 1.5;
 const MARGIN: f32 = 0.3;
 
 const TINY: [&str; 3] = ["llama", "qwen2", "qwen3"];
+/// Experts with grouped and with latent attention; quantised; with a layer for multi-token prediction.
+const EXPERTS: [&str; 5] = ["qwen3_moe", "deepseek_v3", "dsv3_fp8", "dsv3_mtp", "kimi_k25_int4"];
+/// How `tiny8` of experts is stored.
+const SCHEMES: [Option<Scheme>; 3] = [None, Some(Scheme::Fp8Block(32, 32)), Some(Scheme::Int4(32))];
 
 #[test]
 fn tiny_models_compute_what_the_reference_computes() {
     let Some(gpu) = gpu() else { return };
-    for name in TINY {
+    for name in TINY.into_iter().chain(EXPERTS) {
         let (mut machine, mut reference) = open(&gpu, &tiny(name), 256, all_graphs);
-        let ids = token_ids(256, 512);
+        let ids = token_ids(256, machine.config().vocab);
         hold(name, check::steps(&mut machine, &mut reference, &ids));
         hold(name, check::sampling(&mut machine, &ids));
         hold(name, check::drafts(&mut machine, &ids));
@@ -72,14 +83,19 @@ fn few_launches_of_every_kernel() {
     let (mut machine, mut reference) = open(&gpu, dir.path(), 256, all_graphs);
     let ids = token_ids(check::STEP_ROWS, machine.config().vocab);
     hold("heads of 128", check::steps(&mut machine, &mut reference, &ids));
+    for name in ["qwen3_moe", "dsv3_fp8", "kimi_k25_int4"] {
+        let (mut machine, mut reference) = open(&gpu, &tiny(name), 256, all_graphs);
+        let ids = token_ids(check::STEP_ROWS, machine.config().vocab);
+        hold(name, check::steps(&mut machine, &mut reference, &ids));
+    }
 }
 
 #[test]
 fn tiny_models_give_the_same_bits() {
     let Some(gpu) = gpu() else { return };
-    for name in TINY {
+    for name in TINY.into_iter().chain(EXPERTS) {
         let mut machine = open(&gpu, &tiny(name), 256, all_graphs).0;
-        let ids = token_ids(256, 512);
+        let ids = token_ids(256, machine.config().vocab);
         hold(name, check::widths(&mut machine, &ids));
         hold(name, check::chunks(&mut machine, &ids[..130]));
         hold(name, check::graphs(&mut machine, &ids));
@@ -89,14 +105,17 @@ fn tiny_models_give_the_same_bits() {
 #[test]
 fn tiny_models_are_as_near_to_f32_as_bf16_allows() {
     let Some(gpu) = gpu() else { return };
-    for name in TINY {
+    for name in TINY.into_iter().chain(["qwen3_moe", "deepseek_v3"]) {
         let dir = tiny(name);
         #[derive(serde::Deserialize)]
         struct Golden {
             input_ids: Vec<u32>,
             greedy_ids: Vec<u32>,
             greedy_margin: Vec<f32>,
-            bf16_top5_abs_diff: Vec<Vec<f32>>, // [prompt and greedy tokens but the last][5]
+            bf16_top5_abs_diff: Option<Vec<Vec<f32>>>, // [prompt and greedy tokens but the last][5]
+            // Of all logits of these rows.
+            bf16_mean_abs_diff: f32,
+            bf16_max_abs_diff: f32,
         }
         let golden: Golden = serde_json::from_slice(&std::fs::read(dir.join("golden.json")).unwrap()).unwrap();
         let file = std::fs::read(dir.join("golden.safetensors")).unwrap();
@@ -107,8 +126,13 @@ fn tiny_models_are_as_near_to_f32_as_bf16_allows() {
         // The first greedy row is the last of the prompt.
         let expected = [floats("prompt_logits"), floats("greedy_logits")[512..].to_vec()].concat();
         let ids = [&golden.input_ids[..], &golden.greedy_ids[..golden.greedy_ids.len() - 1]].concat();
-        let theirs = Errors(golden.bf16_top5_abs_diff.concat());
-        for count in [1, 2, 4] {
+        let top = golden.bf16_top5_abs_diff.map(|rows| Errors(rows.concat()));
+        let (n, mean, max) = match &top {
+            Some(top) => (5, top.mean(), top.max()),
+            None => (512, golden.bf16_mean_abs_diff, golden.bf16_max_abs_diff),
+        };
+        let counts = if std::env::var_os("VOLLEY_SHIM").is_some() { &[1][..] } else { &[1, 2, 4] };
+        for &count in counts {
             let name = format!("{name} on {count} ranks");
             let found = match count {
                 1 => forced(&mut open(&gpu, &dir, 256, all_graphs).0, &ids, 0),
@@ -118,14 +142,47 @@ fn tiny_models_are_as_near_to_f32_as_bf16_allows() {
             for (found, expected) in found.chunks_exact(512).zip(expected.chunks_exact(512)) {
                 let mut best: Vec<usize> = (0..512).collect();
                 best.sort_by(|&a, &b| expected[b].total_cmp(&expected[a]));
-                ours.0.extend(best[..5].iter().map(|&id| (found[id] - expected[id]).abs()));
+                ours.0.extend(best[..n].iter().map(|&id| (found[id] - expected[id]).abs()));
             }
-            assert_eq!(ours.0.len(), theirs.0.len(), "{name}");
-            within(&name, &ours, theirs.mean(), theirs.max());
+            assert_eq!(ours.0.len(), n * ids.len(), "{name}");
+            within(&name, &ours, mean, max);
             let greedy = &found[(golden.input_ids.len() - 1) * 512..];
             agree(&name, greedy, 512, &golden.greedy_ids, &golden.greedy_margin);
         }
     }
+}
+
+/// Against transformers on weights dequantised in f32. What bf16 costs was not measured for these: as much as for deepseek_v3 is allowed, whose logits are
+/// off by 0.0144 of their deviation in transformers' own bf16 run.
+#[test]
+fn quantised_models_are_as_near_to_f32_as_bf16_allows() {
+    let Some(gpu) = gpu() else { return };
+    for name in ["dsv3_fp8", "kimi_k25_int4"] {
+        let file = std::fs::read(tiny(name).join("golden.safetensors")).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+        let ids = tensors.tensor("ids").unwrap();
+        let ids: Vec<u32> = ids.data().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32).collect();
+        let golden = tensors.tensor("logits").unwrap();
+        let golden: Vec<f32> = golden.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+        let deviation = (golden.iter().map(|x| x * x).sum::<f32>() / golden.len() as f32).sqrt();
+        let found = forced(&mut open(&gpu, &tiny(name), 256, all_graphs).0, &ids, 0);
+        let errors = Errors(found.iter().zip(&golden).map(|(a, b)| (a - b).abs()).collect());
+        assert_eq!(found.len(), golden.len());
+        within(name, &errors, 0.0144 * deviation, 0.1 * deviation);
+    }
+}
+
+/// Two layers of full size, of which one has 384 experts: what no tiny model has.
+#[test]
+fn layers_of_kimi_give_the_same_bits() {
+    let Some(gpu) = gpu() else { return };
+    if std::env::var_os("VOLLEY_SHIM").is_some() {
+        return; // hours
+    }
+    let mut machine = random(&gpu, "kimi-k2.5", Some(2), 4096);
+    let ids = token_ids(2600, machine.config().vocab);
+    hold("kimi-k2.5", check::widths(&mut machine, &ids));
+    hold("kimi-k2.5", check::chunks(&mut machine, &ids[..600]));
 }
 
 /// Ranks that share the GPU: steps, bits and choices, and the same bits whatever way the sums travel.
@@ -155,63 +212,188 @@ fn ranks_hold_every_check() {
 }
 
 #[test]
+fn ranks_of_models_with_experts_hold_every_check() {
+    let Some(_) = gpu() else { return };
+    for scheme in SCHEMES {
+        let dir = tempfile::tempdir().unwrap();
+        write_tiny8(dir.path(), scheme);
+        for count in [2, 4, 8] {
+            let mut conductor = conductor(dir.path(), count, 256, None);
+            let name = format!("tiny8 of experts, {scheme:?}, on {count} ranks");
+            compute_alike(&name, &mut conductor, dir.path());
+            let ids = |n| move || token_ids(n, 512);
+            hold_on_ranks(&name, &mut conductor, ids(256), check::widths);
+            hold_on_ranks(&name, &mut conductor, ids(130), check::chunks);
+            hold_on_ranks(&name, &mut conductor, ids(256), check::sampling);
+            if count == 2 {
+                hold_on_ranks(&name, &mut conductor, ids(256), check::graphs);
+                hold_on_ranks(&name, &mut conductor, ids(256), check::drafts);
+            }
+        }
+    }
+}
+
+/// Each kind of drafter of models with experts, on one rank and on several.
+#[test]
+fn drafts_of_models_with_experts_change_no_text() {
+    let Some(gpu) = gpu() else { return };
+    for (name, mtp) in [("dsv3_mtp", true), ("dsv3_mtp", false), ("dsv3_fp8", false), ("kimi_k25_int4", false)] {
+        let (config, weights) = model(&tiny(name));
+        let drafter = Some(latent_draft_model(&tiny(name), &config, &weights, mtp));
+        let ids = token_ids(256, config.vocab);
+        let options = Options { context: 256, drafter, ngram: true, require_graphs: true, fail_capture: all_graphs };
+        let mut machine = Machine::new(gpu.clone(), config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
+        hold(name, check::speculation(&mut machine, &ids, 60, true));
+        hold(name, check::extends(&mut machine, &ids, 100));
+    }
+    for scheme in SCHEMES {
+        let dir = tempfile::tempdir().unwrap();
+        write_tiny8(dir.path(), scheme);
+        let (config, weights) = model(dir.path());
+        for count in [2, 8] {
+            let drafter = Some(latent_draft_model(dir.path(), &config, &weights, true));
+            let setup = ranks::setup(one_more_gpu, gpus(), dir.path(), count, drafter, 256);
+            let mut conductor = Conductor::new(setup, one_more_gpu(0).unwrap(), &mut |_, _| {}).unwrap();
+            let name = format!("{scheme:?} on {count} ranks");
+            hold_on_ranks(&name, &mut conductor, || token_ids(256, 512), |m, ids| check::speculation(m, ids, 60, true));
+        }
+    }
+}
+
+#[test]
 fn ranks_speculate_without_a_change() {
     let Some(_) = gpu() else { return };
     let dir = tempfile::tempdir().unwrap();
     tiny8().set("vocab_size", 512).set("num_hidden_layers", 3).write(dir.path());
     let (config, weights) = model(dir.path());
-    for count in [2, 8] {
-        let setup = ranks::setup(one_more_gpu, gpus(), dir.path(), count, Some(tiny_llama_drafter(&config, &weights, true)), 256);
+    for (count, split) in [(2, false), (2, true), (8, false)] {
+        let mut setup = ranks::setup(one_more_gpu, gpus(), dir.path(), count, Some(tiny_llama_drafter(&config, &weights, true)), 256);
+        setup.collectives.split_drafter = Some(split);
         let mut conductor = Conductor::new(setup, one_more_gpu(0).unwrap(), &mut |_, _| {}).unwrap();
         let ids = || token_ids(256, 512);
+        assert_eq!(conductor.first().ranks().split_drafter, split);
         hold_on_ranks(&format!("{count} ranks"), &mut conductor, ids, |m, ids| check::speculation(m, ids, 60, true));
     }
 }
 
-/// Case O22: a rank that dies in the middle of an answer, and one whose words do not arrive at start, end all within 10 s with a line that names it.
+/// Case O22: whatever happens to one rank, during load, in a capture, at a step, or when it leaves a pass out or its words do not arrive, all end within 10 s, with one line
+/// that names it.
 #[test]
 fn o22_ranks_fail_in_time() {
     let Some(_) = gpu() else { return };
     let dir = tempfile::tempdir().unwrap();
     tiny8().write(dir.path());
-    let check = |e: anyhow::Error, words: &[&str], start: std::time::Instant| {
-        let (line, took) = (format!("{e:#}"), start.elapsed());
+    for fault in FAULTS {
+        println!("{fault}:");
+        let (start, error) = fail(dir.path(), fault);
+        let (line, took) = (format!("{error:#}"), start.elapsed());
         println!("after {took:.2?}: {line}");
-        assert!(took.as_secs() < 10 && error::exit_code(&e) == error::MACHINE, "{line}");
-        assert!(words.iter().all(|word| line.contains(word)) && !line.contains('\n'), "{line}");
+        assert!(took < end_bound() && error::exit_code(&error) == error::MACHINE, "{line}");
+        assert!(named_in(fault).iter().all(|word| line.contains(word)) && !line.contains('\n'), "{line}");
+    }
+}
+
+/// The same in processes of their own: exit code 3, one line, what was printed before stays, and the memory is back.
+#[test]
+fn o22_processes_end() {
+    let Some(gpu) = gpu() else { return };
+    let free = gpu.memory().unwrap().0;
+    for fault in FAULTS {
+        let start = Instant::now();
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--ignored", "--exact", "failing_process", "--nocapture"]).env("VOLLEY_FAULT", fault);
+        let mut child = child.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        while child.try_wait().unwrap().is_none() && start.elapsed() < Duration::from_secs(if under_shim() { 200 } else { 30 }) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let _ = child.kill();
+        let out = child.wait_with_output().unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        let (stdout, stderr) = (text(&out.stdout), text(&out.stderr));
+        println!("{fault}: {} after {:.2?}: {stderr}", out.status, start.elapsed());
+        let lines: Vec<&str> = stderr.lines().filter(|line| line.starts_with("error: ")).collect();
+        assert_eq!((out.status.code(), lines.len()), (Some(error::MACHINE.into()), 1), "{fault}: {stdout}{stderr}");
+        assert!(named_in(fault).iter().all(|word| lines[0].contains(word)), "{fault}: {}", lines[0]);
+        // Ten tokens, where it comes to tokens.
+        let tokens = stdout.lines().filter(|line| line.starts_with("token ")).count();
+        assert_eq!(tokens, if ["step", "skip"].contains(&fault) { 10 } else { 0 }, "{fault}: {stdout}");
+        let since = Instant::now();
+        while gpu.memory().unwrap().0 + (16 << 20) < free {
+            assert!(since.elapsed().as_secs() < 2, "{fault}: {} bytes are free, {free} were", gpu.memory().unwrap().0);
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+#[test]
+#[ignore = "o22_processes_end runs it, in processes of its own"]
+fn failing_process() {
+    gpu().expect("a GPU");
+    let fault = std::env::var("VOLLEY_FAULT").expect("$VOLLEY_FAULT is set");
+    let dir = tempfile::tempdir().unwrap();
+    tiny8().write(dir.path());
+    let (start, error) = fail(dir.path(), FAULTS.into_iter().find(|f| *f == fault).expect("a fault"));
+    eprintln!("error: {error:#}");
+    assert!(start.elapsed() < end_bound(), "the end took {:?}", start.elapsed());
+    signal::leave(error::exit_code(&error));
+}
+
+/// The shim alone waits 20 s for launches that do not come.
+fn end_bound() -> Duration {
+    Duration::from_secs(if under_shim() { 100 } else { 10 })
+}
+
+const FAULTS: [&str; 5] = ["load", "capture", "step", "skip", "silent"];
+
+/// What the line of an error says of a fault.
+fn named_in(fault: &str) -> &'static [&'static str] {
+    match fault {
+        "load" => &["rank 1 (GPU", "), load: ", "it fell off the bus"],
+        "capture" => &["rank 1 (GPU", "), load: ", "capture: ", "Verify { width: 3 }"],
+        "step" => &["rank 1 (GPU", "step 10, pass", "killed"],
+        "skip" => &["rank 1 (GPU", "step 10, pass", "no data from rank 0 (GPU"],
+        // Either misses the other first: the one that gets no words, or the one that waits behind it for the next sum.
+        _ => &["rank 0 (GPU", "rank 1 (GPU", "), load: ", "no data from rank", "volley doctor tests the pair"],
+    }
+}
+
+/// Two ranks that answer, until one of them fails: when it did, and the error, after all has ended that will.
+fn fail(dir: &Path, fault: &'static str) -> (Instant, anyhow::Error) {
+    let mut setup = ranks::setup(one_more_gpu, gpus(), dir, 2, None, 256);
+    match fault {
+        "load" => setup.open = Box::new(|_| Err(error::machine("it fell off the bus"))),
+        "capture" => {
+            setup.options.fail_capture = |pass| pass == Pass::Verify { width: 3 } && std::thread::current().name() == Some("rank 1")
+        }
+        "silent" => setup.collectives.link.fault = Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0, only: None }),
+        _ => setup.collectives.measure = Measure::Anew,
+    }
+    let start = Instant::now();
+    let mut both = match Conductor::new(setup, one_more_gpu(0).unwrap(), &mut |_, _| {}) {
+        Ok(both) => both,
+        Err(error) => return (start, error),
     };
-    let mut both = conductor(dir.path(), 2, 256, None);
-    let answer = |both: &mut Conductor| {
+    let mut answer = || {
         let limits = Limits { end_ids: Vec::new(), max_tokens: 100, context: 256 };
         both.begin(&token_ids(20, 500), 0, &Sampling::default(), &limits)?;
         both.prefill(&token_ids(19, 500))?;
-        (0..10).try_for_each(|_| both.verify(1).and_then(|()| both.record().map(drop)))
+        (0..10).try_for_each(|_| {
+            both.verify(1)?;
+            both.record()?.tokens.iter().for_each(|token| println!("token {token}"));
+            anyhow::Ok(())
+        })
     };
-    answer(&mut both).unwrap();
-    // Rank 1 ends, and rank 0's graph waits on the GPU for what never comes.
-    let start = std::time::Instant::now();
-    let error = both.each("step 10", |machine| match machine.ranks().rank {
-        1 => Err(error::machine("killed")),
-        _ => machine.verify(1).and_then(|()| machine.record()),
-    });
-    check(error.err().unwrap(), &["rank 1 (GPU", "step 10, pass", "killed"], start);
-    drop(both);
-    assert!(start.elapsed().as_secs() < 10, "the end took {:?}", start.elapsed());
-    // Rank 0 leaves a pass out: the other waits for its words.
-    let mut both = conductor(dir.path(), 2, 256, None);
-    answer(&mut both).unwrap();
-    let start = std::time::Instant::now();
-    let error = both.each("step 11", |machine| match machine.ranks().rank {
-        0 => Ok(()),
+    answer().unwrap();
+    let start = Instant::now();
+    // The other's graph waits on the GPU for what never comes.
+    let error = both.each("step 10", move |machine| match (fault, machine.ranks().rank) {
+        ("step", 1) => Err(error::machine("killed")),
+        ("skip", 0) => Ok(()),
         _ => machine.verify(1).and_then(|()| machine.record().map(drop)),
     });
-    check(error.err().unwrap(), &["rank 1 (GPU", "step 11, pass", "no data from rank 0"], start);
+    let error = error.err().unwrap_or_else(|| panic!("{fault} does no harm"));
     drop(both);
-    let start = std::time::Instant::now();
-    let mut silent = ranks::setup(one_more_gpu, gpus(), dir.path(), 2, None, 256);
-    silent.collectives.link.fault = Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0, only: None });
-    let error = Conductor::new(silent, one_more_gpu(0).unwrap(), &mut |_, _| {}).err().unwrap();
-    check(error, &["rank 0 (GPU", "load", "no data from rank 1"], start);
+    (start, error)
 }
 
 /// Passes of random widths, drafted by the drafter and by a script, with ranks that fall behind each other: every token, every row of logits and what the cache
@@ -231,14 +413,12 @@ fn ranks_soak() {
     drop(machine);
     for count in [2, 8] {
         let fresh = || {
-            Conductor::new(
-                ranks::setup(one_more_gpu, gpus(), dir.path(), count, drafter.clone(), 256),
-                one_more_gpu(0).unwrap(),
-                &mut |_, _| {},
-            )
+            let mut setup = ranks::setup(one_more_gpu, gpus(), dir.path(), count, drafter.clone(), 256);
+            setup.collectives.split_drafter = Some(count == 2);
+            Conductor::new(setup, one_more_gpu(0).unwrap(), &mut |_, _| {})
         };
         let mut conductor = fresh().unwrap();
-        let start = std::time::Instant::now();
+        let start = Instant::now();
         let soaked = conductor.each("soak", move |machine| {
             let text = plain_text(machine)?;
             let soaked = soak(machine, &text, replays)?;
@@ -380,13 +560,13 @@ fn ranks_end_in_time() {
     let Some(gpu) = gpu() else { return };
     let dir = tempfile::tempdir().unwrap();
     tiny8().write(dir.path());
-    let times = if std::env::var_os("VOLLEY_SHIM").is_some() { 2 } else { 50 };
+    let times = if under_shim() { 2 } else { 50 };
     let (mut slowest, mut free) = (0.0f64, 0);
     for i in 0..times {
         let mut engine = Engine::new(Box::new(conductor(dir.path(), 2, 256, None)), Drafting::default()).unwrap();
         let request = Request { prompt: &token_ids(20, 500), sampling: &Sampling::default(), end_ids: &[], max_tokens: Some(4) };
         engine.generate(&request, &mut |_: Event| Flow::Go).unwrap();
-        let start = std::time::Instant::now();
+        let start = Instant::now();
         drop(engine);
         slowest = slowest.max(start.elapsed().as_secs_f64());
         let now = gpu.memory().unwrap().0;
@@ -504,10 +684,10 @@ fn tiny_models_answer_without_graphs() {
     let refused = Machine::new(gpu.clone(), config, Source::Checkpoint(&weights), options, &mut |_, _| {});
     let refused = refused.err().expect("a graph that must be there and is not is an error");
     assert_eq!(error::exit_code(&refused), error::MACHINE);
-    assert!(refused.to_string().contains("Verify { width: 3 }"), "{refused}");
+    assert!(format!("{refused:#}").contains("Verify { width: 3 }"), "{refused}");
 
     // The driver's own refusal: a wait inside a capture. The stream works afterwards (the last answer above, once more).
-    if std::env::var_os("VOLLEY_SHIM").is_none() {
+    if !under_shim() {
         assert!(gpu.capture(|| gpu.synchronize()).is_err(), "waiting inside a capture is an error");
         assert_eq!(answer(all_graphs).0, expected);
     }
@@ -787,6 +967,10 @@ fn gpu() -> Option<Gpu> {
     }
 }
 
+fn under_shim() -> bool {
+    std::env::var_os("VOLLEY_SHIM").is_some()
+}
+
 fn all_graphs(_: Pass) -> bool {
     false
 }
@@ -796,7 +980,7 @@ fn tiny(name: &str) -> PathBuf {
 }
 
 fn smollm2() -> Option<PathBuf> {
-    if std::env::var_os("VOLLEY_SHIM").is_some() {
+    if under_shim() {
         return None; // hours
     }
     let dir = std::env::var_os("VOLLEY_MODEL").map_or("models/smollm2-135m-instruct".into(), PathBuf::from);
@@ -824,10 +1008,13 @@ fn session(dir: &Path, drafter: bool, ngram: bool, draft_tokens: Option<usize>) 
         tp: None,
         ranks_per_gpu: 1,
         collective: None,
+        whole_attention: None,
         nccl: None,
         require_p2p: false,
         require_graphs: true,
         random: false,
+        fp8_dense: false,
+        slice: None,
         verbose: 0,
     })
     .unwrap()

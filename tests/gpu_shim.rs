@@ -2,35 +2,27 @@
 //! What is compared: logits with the f32 reference, widths, chunks and graphs with each other to the bit, and whole answers.
 #[path = "support/drafter.rs"]
 mod drafter;
+#[path = "support/quantised.rs"]
+mod quantised;
+#[path = "support/shim.rs"]
+mod shim;
 mod support;
 
-use drafter::tiny_llama_drafter;
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::rc::Rc;
-use std::sync::OnceLock;
+use drafter::{latent_draft_model, tiny_llama_drafter};
+use quantised::{write_quantised, Scheme};
+use std::path::Path;
+use support::T0;
 use volley::cmd::bench::token_ids;
 use volley::cmd::{check, doctor};
 use volley::cpu::Reference;
 use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling, Sequence, MAX_DRAFTS};
-use volley::gpu::device::Gpu;
-use volley::gpu::machine::{Machine, Options};
-use volley::gpu::shim::Shim;
-use volley::gpu::weights::Source;
+use volley::gpu::machine::{Machine, Options, Slice};
+use volley::gpu::weights::{Layout, Source};
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
-use volley::model::plan::{Owner, Pass, Step};
+use volley::model::draft::DraftModel;
+use volley::model::plan::{self, Owner, Pass, Ranks, Step};
 use volley::model::weights::{claim, Table, Weights};
-
-/// Built once per test run.
-fn library() -> &'static Path {
-    static PATH: OnceLock<PathBuf> = OnceLock::new();
-    PATH.get_or_init(|| {
-        let out = Command::new("scripts/shim.sh").output().expect("scripts/shim.sh runs");
-        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-        PathBuf::from(String::from_utf8(out.stdout).expect("a path").lines().last().expect("a path"))
-    })
-}
 
 fn model(name: &str) -> (Config, Weights) {
     open(&Path::new("tests/data/tiny").join(name))
@@ -46,7 +38,7 @@ fn open(dir: &Path) -> (Config, Weights) {
 
 fn machine_with(name: &str, fail_capture: fn(Pass) -> bool) -> Machine {
     let (config, weights) = model(name);
-    let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+    let gpu = shim::gpu();
     let options = Options { context: 200, drafter: None, ngram: false, require_graphs: false, fail_capture };
     Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap()
 }
@@ -83,7 +75,7 @@ fn logits(m: &mut Machine, tokens: &[u32], chunk: usize, drafts: &[u32]) -> Vec<
 
 /// Logits of the machine near those of the f32 reference, for a prompt over a chunk edge of the KV cache.
 fn near_the_reference(name: &str, m: &mut Machine) {
-    let tokens = prompt(70);
+    let tokens: Vec<u32> = prompt(70).into_iter().map(|id| id % m.vocab() as u32).collect();
     let ours = logits(m, &tokens, 1024, &[]);
     let mut r = reference(name);
     r.begin(&tokens, 0, &Sampling::default(), &unlimited()).unwrap();
@@ -100,8 +92,8 @@ fn near_the_reference(name: &str, m: &mut Machine) {
 
 /// A row's bits: the same in a pass of four rows and alone, after chunks of 1, 8 and all rows.
 fn rows_do_not_depend_on_width_or_chunk(name: &str, m: &mut Machine) {
-    let tokens = prompt(20);
-    let drafts: Vec<u32> = (0..3).map(|i| 300 + i).collect();
+    let tokens: Vec<u32> = prompt(20).into_iter().map(|id| id % m.vocab() as u32).collect();
+    let drafts: Vec<u32> = (0..3).map(|i| 200 + i).collect();
     let wide = logits(m, &tokens, 1024, &drafts); // the prefill kernels, then a pass of four rows
     let wide_kv = m.kv_rows(Owner::Target, 23).unwrap();
     let vocab = wide.len() / 4;
@@ -177,10 +169,91 @@ fn qwen3() {
     rows_do_not_depend_on_width_or_chunk("qwen3", &mut m);
 }
 
+/// Experts, latent attention, FP8 and INT4.
+#[test]
+fn models_with_experts() {
+    for name in ["qwen3_moe", "deepseek_v3", "dsv3_fp8", "dsv3_mtp", "kimi_k25_int4"] {
+        let mut m = machine(name);
+        let ids = token_ids(check::STEP_ROWS, m.vocab());
+        println!("{name}: {}", check::steps(&mut m, &mut reference(name), &ids).unwrap_or_else(|e| panic!("{name}: {e:#}")));
+        near_the_reference(name, &mut m);
+        rows_do_not_depend_on_width_or_chunk(name, &mut m);
+    }
+}
+
+/// One rank of a model, alone: it has that rank's share of the weights and computes with it, whether a sum over ranks costs nothing or time.
+#[test]
+fn a_slice_computes_alone() {
+    let name = "kimi_k25_int4";
+    let (config, weights) = model(name);
+    let tokens: Vec<u32> = prompt(20).into_iter().map(|id| id % config.vocab as u32).collect();
+    let run = |source: Source, comm_us| {
+        let gpu = shim::gpu();
+        let options = Options { context: 200, drafter: None, ngram: false, require_graphs: true, fail_capture: |_| false };
+        let slice = Slice { ranks: Ranks::new(1, 2), comm_us };
+        let mut m = Machine::slice(gpu, slice, config.clone(), source, options, &mut |_, _| {}).unwrap();
+        let took = m.time_verify(4, 100, 3).unwrap();
+        assert!(took.iter().all(|ms| *ms >= comm_us.unwrap_or(0.0) * 2e-3 * config.n_layers as f64), "{name}: {took:?}");
+        let used = m.experts_used(4, 100).unwrap().unwrap();
+        (logits(&mut m, &tokens, 1024, &[]), m.timings.weight_bytes, used)
+    };
+    let [(at_once, bytes, _), (added, _, _)] = [None, Some(30.0)].map(|comm_us| run(Source::Checkpoint(&weights), comm_us));
+    // A sum on its way is rounded to bf16.
+    let spread = at_once.iter().fold(0f32, |m, x| m.max(x.abs()));
+    let worst = at_once.iter().zip(&added).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
+    assert!(at_once.len() == config.vocab / 2 && worst > 0.0 && worst < 0.05 * spread, "{name}: off by {worst}, logits up to {spread}");
+    // Random weights: as many bytes, numbers of the right size, and experts as if each row chose evenly (10.9 of 16).
+    let (logits, random_bytes, used) = run(Source::Random(0), None);
+    let size = (logits.iter().map(|x| x * x).sum::<f32>() / logits.len() as f32).sqrt();
+    assert!(random_bytes == bytes && size > 0.3 && size < 3.0 && (9.0..13.0).contains(&used), "{size}, {used} experts");
+    let whole = machine(name).timings.weight_bytes;
+    assert!(bytes < whole && 2 * bytes > whole, "{name}: {bytes} of {whole} bytes");
+}
+
+/// Plain matrices as FP8: of numbers that come from FP8 in the same blocks, the same logits as from their codes, less what the rounding of a scale costs; the same
+/// bits at every width and chunk; fewer bytes, shared experts beside INT4 included.
+#[test]
+fn fp8_dense() {
+    let machine = |dir: &Path, fp8_dense: bool| {
+        let (config, weights) = open(dir);
+        let gpu = shim::gpu();
+        let options = Options { context: 200, drafter: None, ngram: false, require_graphs: false, fail_capture: |_| false };
+        let config = Config { fp8_dense, ..config };
+        Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap()
+    };
+    let (stored, plain) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let t0 = T0::new().set("hidden_size", 128).set("intermediate_size", 200).set("head_dim", 64).tied(true);
+    write_quantised(&t0, Scheme::Fp8Block(8, 32), stored.path(), plain.path());
+    let tokens = prompt(30);
+    let expected = logits(&mut machine(stored.path(), false), &tokens, 1024, &[]);
+    let found = logits(&mut machine(plain.path(), true), &tokens, 1024, &[]);
+    let size = |x: &mut dyn Iterator<Item = f32>| x.map(|x| x * x).sum::<f32>().sqrt();
+    let error = size(&mut expected.iter().zip(&found).map(|(a, b)| a - b)) / size(&mut expected.iter().copied());
+    println!("logits off by {error:.4} of their size");
+    assert!(error < 0.02, "off by {error} of their size");
+
+    let kimi = Path::new("tests/data/tiny/kimi_k25_int4");
+    let mut m = machine(kimi, true);
+    rows_do_not_depend_on_width_or_chunk("kimi_k25_int4", &mut m);
+    assert!(m.timings.weight_bytes < machine(kimi, false).timings.weight_bytes);
+}
+
+/// Bytes of one rank of eight in GPU memory, of models that only such machines hold: experts, and up to 8 GB for all else.
+#[test]
+fn shares_of_large_models() {
+    for (name, experts_gb) in [("kimi-k2.5", 71.34), ("deepseek-v3", 83.01), ("qwen3-30b-a3b", 7.25)] {
+        let config = Config::open(&Path::new("tests/shapes").join(name)).unwrap();
+        let plan = plan::target(&config, Pass::Verify { width: 1 }, Ranks::new(0, 8), &[]).unwrap();
+        let gb = Layout::of(&[&plan], config.vocab, Vec::new()).unwrap().bytes() as f64 / 1e9;
+        println!("{name}: {gb:.2} GB");
+        assert!(gb > experts_gb && gb < experts_gb + 8.0, "{name}: {gb} GB");
+    }
+}
+
 #[test]
 fn o20_require_graphs_refuses() {
     let (config, weights) = model("llama");
-    let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+    let gpu = shim::gpu();
     let options = Options {
         context: 200,
         drafter: None,
@@ -200,7 +273,7 @@ fn checks_of_doctor_hold_and_can_fail() {
     doctor::SHAPES[2].write(dir.path()).unwrap();
     let (config, weights) = open(dir.path());
     let ids = token_ids(check::STEP_ROWS, config.vocab);
-    let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+    let gpu = shim::gpu();
     let options = Options { context: 200, drafter: None, ngram: false, require_graphs: true, fail_capture: |_| false };
     let mut m = Machine::new(gpu, config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     let hold = |held: anyhow::Result<String>| println!("{}", held.unwrap_or_else(|e| panic!("{e:#}")));
@@ -246,15 +319,15 @@ fn cycles(m: &mut Machine, sampling: &Sampling, drafts: usize, ngram: bool, n: u
 /// a prompt of the same text leaves.
 #[test]
 fn drafters_compute_what_the_reference_computes() {
-    for norms in [false, true] {
-        let (config, weights) = model("llama");
-        let drafter = || Some(tiny_llama_drafter(&config, &weights, norms));
-        let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+    for (case, name) in ["llama", "llama", "dsv3_mtp", "kimi_k25_int4"].into_iter().enumerate() {
+        let (config, weights) = model(name);
+        let drafter = || Some(draft_model(case, name, &config, &weights));
+        let gpu = shim::gpu();
         let options = Options { context: 200, drafter: drafter(), ngram: true, require_graphs: false, fail_capture: |_| false };
         let mut m = Machine::new(gpu, config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
-        let (drafter, again) = (drafter(), model("llama"));
+        let (drafter, again) = (drafter(), model(name));
         let mut r = Reference::new(again.0, again.1, 200, drafter, false).unwrap();
-        let tokens = prompt(20);
+        let tokens: Vec<u32> = prompt(20).into_iter().map(|id| id % config.vocab as u32).collect();
         for backend in [&mut m as &mut dyn Backend, &mut r] {
             backend.begin(&tokens, 0, &Sampling::default(), &unlimited()).unwrap();
             backend.prefill(&tokens[..19]).unwrap();
@@ -276,19 +349,41 @@ fn drafters_compute_what_the_reference_computes() {
             let expected = &expected[draft - 1];
             let spread = expected.iter().fold(0f32, |m, x| m.max(x.abs()));
             let worst = logits.iter().zip(expected).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
-            assert!(spread > 0.5 && worst < 0.02 * spread, "norms {norms}, draft {draft}: off by {worst}, logits up to {spread}");
+            assert!(spread > 0.5 && worst < 0.02 * spread, "{name}, drafter {case}, draft {draft}: off by {worst}, logits up to {spread}");
             drafts[draft - 1]
         })
         .unwrap();
         assert_eq!(n, 3);
-        println!("{}", check::extends(&mut m, &token_ids(20, 512), 8).unwrap_or_else(|e| panic!("norms {norms}: {e:#}")));
+        println!("{}", check::extends(&mut m, &token_ids(20, config.vocab), 8).unwrap_or_else(|e| panic!("{name}, drafter {case}: {e:#}")));
+    }
+}
+
+/// Without norms that flags add, and with them; the model's own layer; latent attention.
+fn draft_model(case: usize, name: &str, config: &Config, weights: &Weights) -> DraftModel {
+    match case {
+        0 | 1 => tiny_llama_drafter(config, weights, case == 1),
+        _ => latent_draft_model(&Path::new("tests/data/tiny").join(name), config, weights, case == 2),
+    }
+}
+
+/// Targets with experts and latent attention, plain and quantised, with both kinds of drafters for them.
+#[test]
+fn drafts_of_models_with_experts_do_not_change_the_text() {
+    for (name, mtp) in [("dsv3_mtp", true), ("dsv3_fp8", false)] {
+        let (config, weights) = model(name);
+        let drafter = Some(latent_draft_model(&Path::new("tests/data/tiny").join(name), &config, &weights, mtp));
+        let gpu = shim::gpu();
+        let ids = token_ids(40, config.vocab);
+        let options = Options { context: 200, drafter, ngram: true, require_graphs: true, fail_capture: |_| false };
+        let mut m = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
+        println!("{name}: {}", check::speculation(&mut m, &ids, 8, true).unwrap_or_else(|e| panic!("{name}: {e:#}")));
     }
 }
 
 #[test]
 fn drafts_change_the_passes_and_not_the_text() {
     let (config, weights) = model("llama");
-    let gpu = Gpu::new(Rc::new(Shim::open(library()).unwrap()));
+    let gpu = shim::gpu();
     let drafter = Some(tiny_llama_drafter(&config, &weights, true));
     let options = Options { context: 200, drafter, ngram: true, require_graphs: false, fail_capture: |_| false };
     let mut m = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();

@@ -43,7 +43,7 @@ fn drafter() -> Drafter {
     }
 }
 
-const EIGHTH: Ranks = Ranks { rank: 0, count: 8 };
+const EIGHTH: Ranks = Ranks::new(0, 8);
 
 /// The first layers of a long plan: up to the third layer with experts, and what follows the last.
 fn head(mut plan: Plan) -> Plan {
@@ -56,7 +56,7 @@ fn head(mut plan: Plan) -> Plan {
 fn listings() {
     let llama = config("llama-3.2-1b");
     check("llama-3.2-1b_verify_1", &plan::target(&llama, Pass::Verify { width: 1 }, Ranks::ONE, &[]).unwrap());
-    let tapped = plan::target(&llama, Pass::Verify { width: 4 }, Ranks { rank: 3, count: 8 }, &[2, 8, 13]).unwrap();
+    let tapped = plan::target(&llama, Pass::Verify { width: 4 }, Ranks::new(3, 8), &[2, 8, 13]).unwrap();
     check("llama-3.2-1b_verify_4_rank_3_of_8_tapped", &tapped);
     check("qwen3-8b_prefill_64", &plan::target(&config("qwen3-8b"), Pass::Prefill { rows: 64 }, Ranks::ONE, &[]).unwrap());
     check("kimi-k2.5_verify_4_rank_0_of_8", &head(plan::target(&config("kimi-k2.5"), Pass::Verify { width: 4 }, EIGHTH, &[]).unwrap()));
@@ -77,7 +77,7 @@ fn bytes_are_those_of_the_published_shapes() {
         let found = plan.bytes(0, BF16) as f64 / 1e9;
         assert!((found / gb - 1.0).abs() < 1e-3, "{shape}: {found} GB, expected {gb}");
         // Every rank's share is an even part, but for what all ranks hold: the embedding row and a padded vocabulary.
-        let eighth = plan::target(&config(shape), Pass::Verify { width: 1 }, Ranks { rank: 0, count: 8 }, &[]);
+        let eighth = plan::target(&config(shape), Pass::Verify { width: 1 }, Ranks::new(0, 8), &[]);
         if let Ok(eighth) = eighth {
             let share = eighth.bytes(0, BF16) as f64 / plan.bytes(0, BF16) as f64;
             assert!((0.125..0.13).contains(&share), "{shape}: rank 0 of 8 reads {share} of all");
@@ -118,13 +118,35 @@ fn bytes_of_experts_are_those_of_uniform_routing() {
 
 #[test]
 fn uneven_splits_name_the_sizes_that_work() {
-    let error = plan::target(&config("smollm2-135m"), Pass::Verify { width: 1 }, Ranks { rank: 0, count: 2 }, &[]).unwrap_err();
+    let error = plan::target(&config("smollm2-135m"), Pass::Verify { width: 1 }, Ranks::new(0, 2), &[]).unwrap_err();
     assert!(error.to_string().contains("num_attention_heads of 9 cannot be split over 2 ranks: use 1, 3 ranks"), "{error}");
+}
+
+/// Two sums a draft, and a third of its layer for each of three ranks; its head is whole.
+#[test]
+fn ranks_divide_the_layer_of_a_drafter() {
+    let (d, ranks) = (drafter(), Ranks { split_drafter: true, ..Ranks::new(1, 3) });
+    let plan = |ranks: Ranks, drafts: usize| plan::drafter(&d, Pass::Draft { width: 8, drafts }, ranks).unwrap();
+    let sums = |plan: &Plan| plan.steps.iter().filter(|s| matches!(s, Step::AllReduce { .. })).count();
+    assert_eq!((sums(&plan(Ranks::ONE, 3)), sums(&plan(ranks, 3))), (0, 6));
+    assert_eq!(3 * plan(ranks, 1).kv.n_kv_heads, d.n_kv_heads);
+    let a_draft = |ranks: Ranks| plan(ranks, 2).bytes(0, BF16) - plan(ranks, 1).bytes(0, BF16);
+    let layer = 2 * d.hidden * (d.n_heads + 2 * d.n_kv_heads) * d.head_dim + d.n_heads * d.head_dim * d.hidden + 3 * d.hidden * d.ffn_dim;
+    assert_eq!(a_draft(Ranks::ONE) - a_draft(ranks), 2 * layer as u64 * 2 / 3); // two bytes a number
+    let error = plan::drafter(&d, Pass::Draft { width: 8, drafts: 1 }, Ranks::new(0, 3)).unwrap_err();
+    assert!(error.to_string().contains("whole on every rank"), "{error}");
 }
 
 #[test]
 fn a_sum_over_ranks_follows_every_partial() {
-    let plan = plan::target(&config("llama-3.1-8b"), Pass::Verify { width: 1 }, Ranks { rank: 0, count: 8 }, &[]).unwrap();
+    let plan = plan::target(&config("llama-3.1-8b"), Pass::Verify { width: 1 }, Ranks::new(0, 8), &[]).unwrap();
     let sums = plan.steps.iter().filter(|s| matches!(s, Step::AllReduce { .. })).count();
     assert_eq!(sums, 2 * 32);
+    // With all of attention on every rank half of them go, and the other ranks' queries, keys, values, outputs and heads of the cache come.
+    let ranks = Ranks { whole_attention: true, ..Ranks::new(0, 8) };
+    let whole = plan::target(&config("llama-3.1-8b"), Pass::Verify { width: 1 }, ranks, &[]).unwrap();
+    let sums = whole.steps.iter().filter(|s| matches!(s, Step::AllReduce { .. })).count();
+    assert_eq!((sums, whole.kv.n_kv_heads), (32, 8));
+    assert_eq!(whole.bytes(0, BF16) - plan.bytes(0, BF16), 32 * 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096) * 7 / 8);
+    assert_eq!(whole.bytes(1000, BF16) - whole.bytes(0, BF16), 8 * (plan.bytes(1000, BF16) - plan.bytes(0, BF16)));
 }

@@ -15,7 +15,7 @@ mod quantised;
 mod smollm2;
 mod support;
 
-use drafter::{draft_ids, D0};
+use drafter::{draft_ids, latent_drafter, D0};
 use smollm2::{data, smollm2};
 use std::cell::RefCell;
 use std::path::Path;
@@ -326,43 +326,6 @@ fn ids_of_models_with_experts_are_equal_with_every_drafter() {
             }
         }
     }
-}
-
-/// A random drafter with latent attention for a small target.
-fn latent_drafter(target: &Config) -> D0 {
-    let (h, v) = (target.hidden, target.vocab);
-    let mut d = D0::new();
-    d.tensors.clear();
-    for (key, n) in [("hidden_size", h), ("vocab_size", v), ("draft_vocab_size", v), ("num_key_value_heads", 4), ("q_lora_rank", 24)] {
-        d.set(key, n);
-    }
-    for (key, n) in [("kv_lora_rank", 16), ("qk_nope_head_dim", 8), ("qk_rope_head_dim", 8), ("v_head_dim", 12)] {
-        d.set(key, n);
-    }
-    d.set("architectures", serde_json::json!(["Eagle3DeepseekV2ForCausalLM"])).set("model_type", "kimi_k2");
-    let last = target.n_layers;
-    d.set("eagle_config", serde_json::json!({"eagle_aux_hidden_state_layer_ids": if last > 2 { vec![2, 3] } else { vec![2] }}));
-    let n_taps = if last > 2 { 2 } else { 1 };
-    for (name, shape) in [
-        ("fc.weight", &[h, n_taps * h][..]),
-        ("midlayer.hidden_norm.weight", &[h]),
-        ("midlayer.input_layernorm.weight", &[h]),
-        ("midlayer.mlp.down_proj.weight", &[h, 128]),
-        ("midlayer.mlp.gate_proj.weight", &[128, h]),
-        ("midlayer.mlp.up_proj.weight", &[128, h]),
-        ("midlayer.post_attention_layernorm.weight", &[h]),
-        ("midlayer.self_attn.q_a_proj.weight", &[24, 2 * h]),
-        ("midlayer.self_attn.q_a_layernorm.weight", &[24]),
-        ("midlayer.self_attn.q_b_proj.weight", &[64, 24]),
-        ("midlayer.self_attn.kv_a_proj_with_mqa.weight", &[24, 2 * h]),
-        ("midlayer.self_attn.kv_a_layernorm.weight", &[16]),
-        ("midlayer.self_attn.kv_b_proj.weight", &[80, 16]),
-        ("midlayer.self_attn.o_proj.weight", &[h, 48]),
-        ("norm.weight", &[h]),
-    ] {
-        d.random(name, shape);
-    }
-    d
 }
 
 /// One of a run's settings; all that Sampling has.

@@ -18,8 +18,8 @@
 #include "../repack.cu"
 
 // Candidates beside the kernels in use, for tuning on another chip.
-LINEAR(linear_m8_t1_w8_a4, 1, 1, 8, 4, 1)
-LINEAR(linear_m8_t2_w8_a3, 2, 1, 8, 3, 1)
+LINEAR(linear_m8_t1_w8_a4, Bf16, 1, 1, 8, 4, 1)
+LINEAR(linear_m8_t2_w8_a3, Bf16, 2, 1, 8, 3, 1)
 
 #define CHECK(x) do { cudaError_t e_ = (x); if (e_) { std::printf("error: %s: %s (line %d)\n", #x, cudaGetErrorString(e_), __LINE__); std::exit(1); } } while (0)
 
@@ -188,14 +188,21 @@ void time_shapes(const Model& model) {
 void time_chain(const Model& m, int rows, const Choice* fixed) {
   size_t total = 0; int n = 0;
   const float ms = time_graph([&] {
-    size_t offset = 0; total = 0; n = 0;
+    struct Link { const Shape* s; int from, to, norm; size_t offset; };
+    std::vector<Link> all;
+    size_t offset = 0; total = 0;
     auto add = [&](const Shape& s, int from, int to, int norm) {
       if (offset + bytes_of(s) > weights_bytes) offset = 0;
-      linear_launch(fixed ? *fixed : best_of.at(key(s, rows)), s, offset, buffer[from], buffer[to], rows, norm);
-      offset += bytes_of(s); total += bytes_of(s); n++;
+      all.push_back({&s, from, to, norm, offset});
+      offset += bytes_of(s); total += bytes_of(s);
     };
     for (int l = 0; l < m.layers; l++) { add(m.layer[0], 2, 1, 0); add(m.layer[1], 1, 0, 2 * l); add(m.layer[2], 2, 1, 0); add(m.layer[3], 1, 0, 2 * l + 1); }
     add(m.head, 2, 1, 0);
+    n = (int)all.size();
+    for (int i = 0; i < n; i++) {
+      const Link& a = all[i];
+      linear_launch(fixed ? *fixed : best_of.at(key(*a.s, rows)), *a.s, a.offset, buffer[a.from], buffer[a.to], rows, a.norm);
+    }
   });
   std::printf("chain %-13s M%-2d %-22s/%d: %d linears %.3f GB %.4f ms %.0f GB/s %.1f%% of the ceiling\n", m.name, rows, fixed ? fixed->v->name + 7 : "best per shape", fixed ? fixed->per_sm : 0, n, total / 1e9, ms, total / ms / 1e6, 100 * total / ms / 1e6 / ceiling);
   std::fflush(stdout);

@@ -40,6 +40,7 @@
 #define __host__
 #define __shared__ static          // one block at a time: a static is the block's shared memory (SHARED also poisons it)
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __constant__ static
 #define __grid_constant__
@@ -98,6 +99,8 @@ inline int block_vote[2], block_vote_parity;  // __syncthreads_or and _count
 inline uint64_t barriers, turns;              // that the block has passed, and had
 inline std::vector<Flight> in_flight;         // stores of this block, oldest first
 inline bool together;                         // blocks of several grids are resident
+// For tests: stores that arrive as late as they may, at a fence, at the end of the kernel, or when the thread itself looks.
+inline std::function<bool(const void* to, uint64_t value)> lingers;
 inline const std::function<void()>* body;
 inline const char* kernel_name = "?";
 inline uint64_t rng = 1, n_launches = 0;
@@ -208,8 +211,9 @@ inline void launch(dim3 grid, dim3 block, size_t smem, const std::function<void(
 // ---- grids that run together, as ranks of a collective do ----
 // A store for other GPUs. It arrives when the scheduler says so (deliver), after the thread's earlier stores to the same place.
 inline void store_system(void* to, uint64_t value, int bytes) {
-  if (together) in_flight.push_back({(char*)to, value, bytes, int(cur - fibers.data()), barriers, turns + (random() % 8 ? random() % 3 : random() % 64)});
-  else std::memcpy(to, &value, bytes);
+  if (!together) { std::memcpy(to, &value, bytes); return; }
+  const uint64_t due = lingers && lingers(to, value) ? ~0ull : turns + (random() % 8 ? random() % 3 : random() % 64);
+  in_flight.push_back({(char*)to, value, bytes, int(cur - fibers.data()), barriers, due});
 }
 // Lets those stores of the present block arrive that `wanted` picks. Of two to the same place the older comes first, unless a fence asks for the newer alone.
 template <class F> void deliver(bool fence, F wanted) {

@@ -21,8 +21,8 @@ inline double e4m3(unsigned code) {
 inline Matrix quantised(Matrix::Format format, int n, int k, uint32_t seed, bool gated = false, int block_rows = 32, int block_cols = 64) {
   Matrix m{format, n, k, std::vector<double>((size_t)n * k), {}, {}, {}};
   const int k_blocks = k_blocks_of(k), parts = gated ? 2 : 1, rows = n / parts, tiles = gated ? (rows + 7) / 8 : (n + 15) / 16;
-  const int bytes = format == Matrix::kBf16 ? 1024 : format == Matrix::kInt4 ? 288 : 512;
-  m.tiles.assign((size_t)tiles * k_blocks * bytes, 0xff);
+  const int bytes = format == Matrix::kBf16 ? 1024 : format == Matrix::kInt4 ? 576 : 512, units = format == Matrix::kInt4 ? (k_blocks + 1) / 2 : k_blocks;
+  m.tiles.assign((size_t)tiles * units * bytes, 0xff);
   if (format == Matrix::kFp8) m.tile_scales = poisoned<float>((size_t)tiles * k_blocks * 2);
   if (format == Matrix::kFp8Rows) m.row_scales = std::vector<float>((size_t)tiles * 16, 0.0f);
   for (int part = 0; part < parts; part++) {

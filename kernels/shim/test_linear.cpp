@@ -302,13 +302,13 @@ void check_embed() {
 }  // namespace
 
 // norm_rows of a stream, and norms that are steps: against f64, rows and columns beyond those in use untouched.
-template <class X> void check_norms(const char* rows_kernel, const char* step_kernel) {
+template <class X, class Y> void check_norms(const char* rows_kernel, const char* step_kernel) {
   const int rows = 21, in_use = 19, k = 560, stride = 600;
   std::vector<X> x = poisoned<X>((size_t)rows * stride);
   const auto f = numbers(x.size(), 21, 2.0f);
   for (int m = 0; m < rows; m++) for (int c = 0; c < k; c++) x[(size_t)m * stride + c] = X(f[(size_t)m * stride + c]);
   const auto norm = rounded(numbers(k, 22));
-  auto normed = poisoned<bf16>((size_t)rows * stride); auto step = poisoned<X>((size_t)rows * stride); auto inv = poisoned<float>(rows), squares = poisoned<float>(rows * (k / 16));
+  auto normed = poisoned<bf16>((size_t)rows * stride); auto step = poisoned<Y>((size_t)rows * stride); auto inv = poisoned<float>(rows), squares = poisoned<float>(rows * (k / 16));
   NormParams p{x.data(), norm.data(), normed.data(), inv.data(), squares.data(), &in_use, rows, k, stride, stride, 1e-5f, 0};
   run(rows_kernel, dim3((rows + 7) / 8), 256, p);
   p.normed = step.data(); p.inv = nullptr; p.squares = nullptr;
@@ -323,7 +323,7 @@ template <class X> void check_norms(const char* rows_kernel, const char* step_ke
     for (int c = 0; c < stride; c++) {
       const size_t at = (size_t)m * stride + c;
       if (m >= in_use || c >= k) { ok &= value(step[at]) != value(step[at]) && value(normed[at]) != value(normed[at]); continue; }
-      const double y = value(x[at]) * expected * value(norm[c]), bound = sizeof(X) == 4 ? 1e-6 : 4e-3;
+      const double y = value(x[at]) * expected * value(norm[c]), bound = sizeof(Y) == 4 ? 1e-6 : 4e-3;
       ok &= value(normed[at]) == value(__float2bfloat16(value(x[at]) * value(norm[c])));
       ok &= std::fabs(value(step[at]) - y) <= bound * (std::fabs(y) + 1e-3);
     }
@@ -331,12 +331,53 @@ template <class X> void check_norms(const char* rows_kernel, const char* step_ke
   check(ok, "%s and %s", rows_kernel, step_kernel);
 }
 
+// A norm over the first 48 of 88 columns that another linear wrote, with zeros behind its weight; then as slabs of a longer pass: the same bits, and nothing behind the rows in use.
+void check_part_of_a_row() {
+  const int rows = 5, k = 64, wide = 88, part = 48, n = 32, tiles = 6;
+  const auto x = rounded(numbers((size_t)rows * k, 31)), w = rounded(numbers((size_t)wide * k, 32, 0.3f)), v = rounded(numbers((size_t)n * part, 33, 0.3f));
+  auto norm = rounded(numbers(wide, 34));
+  for (int c = part; c < wide; c++) norm[c] = __float2bfloat16(0.0f);
+  const auto w_tiles = retiled(w, wide, k), v_tiles = retiled(v, n, part);
+  auto y = poisoned<bf16>((size_t)rows * wide), normed = y; auto squares = poisoned<float>(rows * tiles);
+  LinearParams p{};
+  p.part[0] = {w_tiles.data(), nullptr, x.data(), nullptr, nullptr, k, k, segment_blocks(k), n_segments(k), 0};
+  p.out = y.data(); p.next_norm = norm.data(); p.normed = normed.data(); p.squares = squares.data(); p.n_parts = 1; p.n = wide; p.n_tiles = tiles; p.rows = rows; p.out_stride = wide;
+  run("linear_m8_t1_w16_a2", dim3(3), 512, p);
+  LinearParams q{};
+  q.part[0] = {v_tiles.data(), nullptr, normed.data(), squares.data(), nullptr, part, wide, segment_blocks(part), n_segments(part), 1e-6f};
+  auto logits = poisoned<float>(rows * n);
+  q.logits = logits.data(); q.n_parts = 1; q.n = n; q.n_tiles = n / 16; q.rows = rows; q.epilogue = kEpilogueLogits; q.out_stride = n;
+  run("linear_m8_t1_w16_a2", dim3(2), 512, q);
+  double worst = 0;
+  for (int m = 0; m < rows; m++) for (int j = 0; j < n; j++) {
+    double sum = 0, ss = 0;
+    for (int c = 0; c < part; c++) {
+      const float at = value(y[(size_t)m * wide + c]);
+      ss += (double)at * at; sum += (double)value(v[j * part + c]) * value(__float2bfloat16(at * value(norm[c])));
+    }
+    worst = std::max(worst, std::fabs(logits[m * n + j] - sum / std::sqrt(ss / part + 1e-6)));
+  }
+  check(worst < 1e-5, "a norm over a part of a row: off by %g", worst);
+  const int in_use = 4;
+  auto slab = poisoned<float>(rows * n);
+  for (int first : {1, 4}) {
+    LinearParams s = q;
+    s.part[0].x += (size_t)first * wide; s.part[0].squares += first * tiles; s.logits = slab.data() + first * n; s.n_rows = &in_use; s.first_row = first; s.rows = first == 1 ? 3 : 1;
+    run("linear_m8_t1_w16_a2", dim3(2), 512, s);
+  }
+  bool left = true;
+  for (int j = 0; j < n; j++) left &= std::isnan(slab[j]) && std::isnan(slab[4 * n + j]);
+  check(left && same_bits(&slab[n], &logits[n], 3 * n), "slabs: bits of the whole pass, and none behind the rows in use");
+}
+
 int main() {
   const bool quick = std::getenv("SHIM_QUICK");
   check_repack();
   check_embed();
-  check_norms<float>("norm_rows", "norm_step");
-  check_norms<bf16>("norm_rows_bf16", "norm_step_bf16");
+  check_norms<float, float>("norm_rows", "norm_step");
+  check_norms<bf16, bf16>("norm_rows_bf16", "norm_step_bf16");
+  check_norms<bf16, float>("norm_rows_bf16", "norm_step_bf16_stream");
+  check_part_of_a_row();
   //                 n     k0   k1  epilogue           rows norm bias seed
   check_problem(Problem(96, 576, 0, kEpilogueStore, 9, true, true, 1), {1, 2, 3, 5, 8, 9}, true);
   check_problem(Problem(100, 96, 0, kEpilogueResidual, 9, false, true, 3), {1, 4, 7, 8, 9}, !quick);

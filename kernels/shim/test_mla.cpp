@@ -10,7 +10,7 @@ const bool kQuick = std::getenv("SHIM_QUICK");
 struct Shape { const char* attend; const char* value; int kv, rope, nope, v, heads; };
 
 std::vector<uint4> tiles(const std::vector<bf16>& w, int heads, int n, int k) {   // [heads][n][k]
-  const int k_blocks = k / 32;
+  const int k_blocks = k_blocks_of(k);
   auto to = poisoned<uint4>((size_t)heads * n / 16 * k_blocks * 64);
   for (int h = 0; h < heads; h++) {
     RepackParams p{w.data() + (size_t)h * n * k, to.data() + (size_t)h * n / 16 * k_blocks * 64, k, kSourceBf16, kRowsPlain, n, n, 0, k, k_blocks, 0};
@@ -34,16 +34,17 @@ void attention(const Shape& s, int length, int rows, uint32_t seed) {
   const int chunks = latent_chunk_of(capacity - 1) + 1;
 
   struct Result { std::vector<bf16> attended, out; };
-  // A pass over rows at first .. first + n, captured for `width` rows.
-  auto pass = [&](int first, int n, int width) {
+  // A pass over rows at first .. first + n, captured for `width` rows; with `before`, as a slab behind so many rows of a longer pass.
+  auto pass = [&](int first, int n, int width, int before = 0) {
+    const int start = first - before, in_use = n + before;
     Result r{poisoned<bf16>((size_t)width * s.heads * s.kv), poisoned<bf16>((size_t)width * s.heads * s.v)};
     auto absorbed = poisoned<bf16>((size_t)width * s.heads * row_dim);
     auto partials = poisoned<float>((size_t)chunks * width * s.heads * (s.kv + 2));
     LatentParams p{latents.data() + (size_t)first * stride, q.data() + (size_t)first * s.heads * q_dim, absorbed.data(), r.attended.data(), r.out.data(), cache.data(), w_uk.data(), w_uv.data(),
-                   norm.data(), freq.data(), partials.data(), &first, &n, q_rank, stride, s.heads, s.kv, s.nope, s.rope, s.v, width, scale, factor, eps, 0};
+                   norm.data(), freq.data(), partials.data(), &start, &in_use, q_rank, stride, s.heads, s.kv, s.nope, s.rope, s.v, width, scale, factor, eps, before};
     run("latent_query", 1 + first % 5, kThreads, p);
     run(s.attend, dim3(chunks, (width * s.heads + kColumns - 1) / kColumns), kThreads, p);
-    run(s.value, dim3(s.heads, (width + 7) / 8), kThreads, p);
+    run(s.value, dim3(s.heads, (width + kValueRows - 1) / kValueRows), kThreads, p);
     return r;
   };
   for (int at = 0; at < length; at += 16) {   // the cache alone
@@ -108,21 +109,27 @@ void attention(const Shape& s, int length, int rows, uint32_t seed) {
           "%s, %d heads: row %d at %d by itself", s.attend, s.heads, m, length);
   }
   if (rows > 3) {
-    const Result r = pass(length + 1, rows - 2, 9);
+    const Result r = pass(length + 1, rows - 2, 9, std::min(length, 16));
     check(same_bits(r.out.data(), all.out.data() + per_row, (rows - 2) * per_row), "%s: %d rows at %d in a pass of 9", s.attend, rows - 2, length + 1);
   }
   if (rows > 1) check(!same_bits(all.out.data(), all.out.data() + per_row, per_row), "%s: rows differ", s.attend);
+  bool left = true;
+  for (const bf16 y : pass(length, 0, 4, std::min(length, 16)).out) left &= std::isnan(value(y));
+  check(left, "%s: a slab behind the rows in use leaves", s.attend);
 }
 }  // namespace
 
 int main() {
   const Shape tiny{"latent_attend_64_32", "latent_value_64", 64, 32, 64, 32, 4}, odd{"latent_attend_64_32", "latent_value_64", 64, 32, 32, 48, 3};
+  const Shape middle{"latent_attend_128_16", "latent_value_128", 128, 16, 32, 32, 4}, small{"latent_attend_32_8", "latent_value_32", 32, 8, 16, 16, 4};
   const Shape kimi{"latent_attend_512_64", "latent_value_512", 512, 64, 128, 128, 2};
   // Over the edges of steps, chunks and the first wide chunk.
   attention(tiny, 0, 5, 1);
   attention(tiny, 59, 11, 2);
   attention(odd, 127, 8, 3);
   if (!kQuick) attention(odd, 2040, 11, 4);
+  attention(middle, 62, 5, 6);
+  attention(small, 30, 11, 7);
   attention(kimi, 61, 6, 5);
   return finish("mla");
 }

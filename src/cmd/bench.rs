@@ -45,6 +45,9 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
         bail!("widths {width}: expected numbers from 1 to 8, or {MAX_WIDTH}");
     }
     if !options.prompt_files.is_empty() {
+        if model.slice.is_some() {
+            bail!("--slice: one rank alone writes no text; use it without --prompts");
+        }
         return compare(model, options);
     }
     if options.cycle {
@@ -250,11 +253,21 @@ fn widths(model: &mut Model, depth: usize, options: &Options, out: &mut impl Wri
         let samples = model.engine.time_verify(width, depth, 10 * options.repeat)?;
         let p50 = stats::percentile(&samples, 50.0);
         let one = *one.get_or_insert(p50);
+        let used = model.engine.experts_used(width, depth)?;
+        // What rows that choose evenly, each for itself, use together.
+        let even = model.config.experts.as_ref().map(|experts| {
+            let n = experts.routing.n_experts as f64;
+            n * (1.0 - (1.0 - experts.routing.top_k as f64 / n).powi(width as i32))
+        });
         if options.json {
-            let row = json!({ "model": model.name, "device": model.device, "depth": depth, "width": width, "verify_ms": p50, "against_width_1": p50 / one, "samples": samples });
+            let row = json!({
+                "model": model.name, "device": model.device, "depth": depth, "width": width, "verify_ms": p50, "against_width_1": p50 / one,
+                "experts_used": used, "experts_if_even": even, "samples": samples,
+            });
             writeln!(out, "{row}")?;
         } else {
-            writeln!(out, "{depth:6}  verify of {width:2} rows  {p50:10.4} ms  {:6.3} x one row", p50 / one)?;
+            let experts = used.zip(even).map_or(String::new(), |(used, even)| format!(", {used:.1} experts a layer, {even:.1} if even"));
+            writeln!(out, "{depth:6}  verify of {width:2} rows  {p50:10.4} ms  {:6.3} x one row{experts}", p50 / one)?;
         }
     }
     Ok(())

@@ -155,6 +155,7 @@ impl Report {
 fn links(found: &Found) -> Result<String> {
     found.pairs.iter().try_for_each(|pair| say(format_args!("pair        {pair}")))?;
     found.tuned.iter().try_for_each(|tuned| say(format_args!("sums        {tuned}")))?;
+    found.attention.iter().try_for_each(|attention| say(format_args!("attention   {attention}")))?;
     found.failed.iter().try_for_each(|failed| say(format_args!("sums        {failed}")))?;
     let (n_off, n_bad) = (found.pairs.iter().filter(|p| p.state() == State::Off).count(), found.bad_pairs().count());
     if n_off + found.failed.len() > 0 {

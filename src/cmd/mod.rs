@@ -15,12 +15,15 @@ use crate::decode::{Backend, Drafting, Engine, Sampling};
 use crate::error;
 pub use crate::gpu::comm::Algorithm;
 use crate::gpu::links::{self, Collectives, Measure};
-use crate::gpu::ranks::{Conductor, Setup};
-use crate::gpu::{self, comm, machine, nccl, params::COMM_MAX_RANKS, weights::Source};
+pub use crate::gpu::machine::Slice;
+pub use crate::gpu::params::COMM_MAX_RANKS;
+use crate::gpu::ranks::{Conductor, LastResort, Setup};
+use crate::gpu::{self, comm, machine, nccl, weights::Source};
 use crate::model::checkpoint::{Checkpoint, Dtype, Read};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
-use crate::model::plan::{self, Pass, Plan, Ranks, Storage};
+pub use crate::model::plan::Ranks;
+use crate::model::plan::{self, Pass, Plan, Storage};
 use crate::model::weights::{self, Table, Weights};
 pub use crate::text::shielded;
 use crate::text::Tokenizer;
@@ -73,6 +76,8 @@ pub struct ModelOptions {
     pub ranks_per_gpu: usize,
     /// None: what is fastest at start.
     pub collective: Option<Algorithm>,
+    /// Whether every rank has all of attention; None: where that is faster.
+    pub whole_attention: Option<bool>,
     /// The NCCL library; None: where the system finds it.
     pub nccl: Option<PathBuf>,
     /// An error instead of a slower way where GPUs do not reach each other's memory.
@@ -81,6 +86,10 @@ pub struct ModelOptions {
     pub require_graphs: bool,
     /// Weights from a hash, config.json alone: for bench.
     pub random: bool,
+    /// Plain matrices that every token reads as FP8.
+    pub fp8_dense: bool,
+    /// One rank of several, alone: for bench.
+    pub slice: Option<Slice>,
     /// 0 quiet, 1 what was loaded, 2 the plan as well.
     pub verbose: u8,
 }
@@ -172,17 +181,23 @@ impl Model {
         let verbose = options.verbose > 0;
         cpu::compute_on_this_thread();
         // Files that are absent or cut are found before a GPU is opened, a GPU that cannot run them before a weight is read.
-        let config = Config::open(dir)?;
+        let config = Config { fp8_dense: options.fp8_dense, ..Config::open(dir)? };
         let read = if options.no_mmap { Read::Plain } else { Read::Auto };
         let checkpoint = if options.random { None } else { Some(Checkpoint::open(dir, read)?) };
         let gpus = rank_gpus(options)?;
-        let ranks = Ranks { rank: 0, count: gpus.len() };
+        let ranks = Ranks { whole_attention: options.whole_attention == Some(true), ..Ranks::new(0, gpus.len()) };
+        if options.slice.is_some() && (ranks.count > 1 || options.device != Device::Cuda) {
+            bail!("--slice: expected --device cuda and one rank, whose share is measured alone");
+        }
         let gpu = match options.device {
             Device::Cpu if ranks.count > 1 => bail!("--device cpu: {} ranks are asked for, the CPU backend is one", ranks.count),
             Device::Cpu => Err("it was asked for".to_string()),
             Device::Auto if ranks.count == 1 => gpu::open(gpus[0]).map_err(|e| format!("{e:#}")),
             Device::Auto | Device::Cuda => Ok(gpu::open(gpus[0])?),
         };
+        if options.fp8_dense && gpu.is_err() {
+            bail!("--fp8-dense: the CPU backend computes with weights as they are stored; use --device cuda");
+        }
         let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
         let weights = checkpoint.as_ref().map(|checkpoint| weights::claim(&table, &config, checkpoint)).transpose()?;
         let stored = checkpoint.as_ref().map_or("random weights".to_string(), Checkpoint::to_string);
@@ -190,7 +205,7 @@ impl Model {
         let drafter = match (&draft.dir, &weights) {
             (None, _) if draft.mtp => match (&weights, &checkpoint) {
                 (Some(weights), Some(checkpoint)) => Some(DraftModel::mtp(&table, &config, weights, checkpoint)?),
-                _ => bail!("--draft mtp: random weights have no drafter; use --draft none"),
+                _ => Some(DraftModel::random_mtp(&config)?),
             },
             (Some(dir), Some(weights)) => Some(DraftModel::open(dir, &config, weights, tokens, read)?),
             (Some(dir), None) => Some(DraftModel::random(dir, &config)?),
@@ -201,7 +216,10 @@ impl Model {
             None => Dtype::Bf16,
         };
 
-        let decode = plan::target(&config, Pass::Verify { width: 1 }, ranks, &[])?;
+        let mut decode = plan::target(&config, Pass::Verify { width: 1 }, options.slice.map_or(ranks, |slice| slice.ranks), &[])?;
+        if let Some(slice) = options.slice {
+            decode = decode.alone(slice.comm_us.is_some());
+        }
         let (storage, most_kv) = match &gpu {
             Ok(gpu) => (machine::STORAGE, gpu.memory()?.1 as u64 / 8 / options.ranks_per_gpu as u64),
             Err(_) => (Storage { weight: dtype.bytes(), ..cpu::STORAGE }, DEFAULT_KV_BYTES),
@@ -227,6 +245,10 @@ impl Model {
             tell(format_args!("model: {} ({}), {stored}", dir.display(), config.arch));
             tell(format_args!("rope: {}", config.rope));
             weights.iter().filter_map(|w| w.quantised()).for_each(|quantised| tell(format_args!("weights: {quantised}")));
+            if options.fp8_dense {
+                let format = crate::model::quant::FP8_DENSE;
+                tell(format_args!("weights: plain matrices of attention, dense layers, shared experts and the head become {format}: answers are not those of the stored numbers"));
+            }
             weights.iter().flat_map(|w| &w.notes).for_each(|note| tell(format_args!("weights: {note}")));
             let capped = if options.context.is_none() && context < config.context { " (-c raises it)" } else { "" };
             let kv = shown_bytes(context as u64 * row_bytes);
@@ -265,21 +287,30 @@ impl Model {
                     if verbose {
                         let known = if found.cached { " (measured before)" } else { "" };
                         found.tuned.iter().for_each(|tuned| tell(format_args!("sums of {tuned}{known}")));
+                        found.attention.iter().for_each(|attention| tell(format_args!("attention: {attention}")));
+                        if conductor.first().ranks().split_drafter {
+                            tell(format_args!("drafter: its layer is divided among the ranks"));
+                        }
                     }
+                    decode = plan::target(&config, Pass::Verify { width: 1 }, conductor.first().ranks(), &[])?;
                     (Box::new(conductor), timings)
                 } else {
-                    let machine = machine::Machine::new(gpu, config.clone(), source, machine_options, &mut progress)?;
+                    let machine = match options.slice {
+                        Some(slice) => machine::Machine::slice(gpu, slice, config.clone(), source, machine_options, &mut progress)?,
+                        None => machine::Machine::new(gpu, config.clone(), source, machine_options, &mut progress)?,
+                    };
                     let timings = machine.timings;
                     (Box::new(machine), timings)
                 };
                 if verbose {
                     let t = timings;
                     tell(format_args!(
-                        "GPU memory: weights {}, KV cache {}, work {}; weights in {:.0} ms, {} graphs in {:.0} ms",
+                        "GPU memory: weights {}, KV cache {}, work {}; weights in {:.0} ms ({} read), {} graphs in {:.0} ms",
                         shown_bytes(t.weight_bytes as u64),
                         shown_bytes(t.kv_bytes as u64),
                         shown_bytes(t.other_bytes as u64),
                         t.weights_ms,
+                        shown_bytes(t.read_bytes as u64),
                         t.n_graphs,
                         t.capture_ms
                     ));
@@ -293,7 +324,11 @@ impl Model {
                 Box::new(cpu::Reference::new(config.clone(), weights, context, drafter, draft.ngram)?)
             }
         };
-        let name = dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
+        let mut name = dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
+        if let Some(slice) = options.slice {
+            name += &format!(", rank {} of {} alone", slice.ranks.rank, slice.ranks.count);
+            name += &slice.comm_us.map_or(String::new(), |us| format!(" with sums of {us} us"));
+        }
         let engine = Engine::new(backend, drafting)?;
         if verbose {
             tell(format_args!("loaded in {:.2} s", start.elapsed().as_secs_f64()));
@@ -361,13 +396,22 @@ fn setup(options: &ModelOptions, gpus: Vec<usize>, config: Config, weights: Opti
     }
     let collectives = Collectives {
         algorithm: options.collective,
+        whole_attention: options.whole_attention,
+        split_drafter: None,
         nccl: options.nccl.clone(),
         require_p2p: options.require_p2p,
         measure: links::cache_path().map_or(Measure::Anew, Measure::Cached),
         link: comm::Options::default(),
     };
     let places = gpus.clone();
-    Setup { gpus, open: Box::new(move |rank| gpu::open(places[rank])), collectives, config, weights, options: machine }
+    let last_resort = LastResort {
+        after: Duration::from_secs(4),
+        end: |error| {
+            tell(format_args!("error: {error:#}"));
+            signal::leave(error::exit_code(error))
+        },
+    };
+    Setup { gpus, open: Box::new(move |rank| gpu::open(places[rank])), collectives, config, weights, options: machine, last_resort }
 }
 
 fn model_dir(options: &ModelOptions) -> Result<PathBuf> {

@@ -3,7 +3,7 @@
 //! K is cut into segments (`segment_len`); 16 lanes sum inside a segment, segments are added in order, lanes last. The result is the same
 //! for one token and for many, and for every instruction set: AVX2 only makes it faster (no fused multiply-add).
 use crate::model::checkpoint::{Dtype, Tensor};
-use crate::model::quant::{Block, Format};
+use crate::model::quant::{Block, Format, E4M3};
 use crate::model::weights::Weight;
 use anyhow::{bail, Result};
 use half::f16;
@@ -54,23 +54,6 @@ impl Quantised<'_> {
         }
     }
 }
-
-/// The value of each e4m3 code: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity, NaN where all bits are set.
-const E4M3: [f32; 256] = {
-    let mut values = [0.0; 256];
-    let mut code = 0;
-    while code < 256 {
-        let (exponent, mantissa) = ((code >> 3) as u32 & 15, code as u32 & 7);
-        let size = match (exponent, mantissa) {
-            (15, 7) => f32::NAN,
-            (0, _) => mantissa as f32 / 512.0,
-            _ => f32::from_bits((exponent + 120) << 23 | mantissa << 20),
-        };
-        values[code] = if code < 128 { size } else { -size };
-        code += 1;
-    }
-    values
-};
 
 impl<'a> Numbers<'a> {
     /// A part of a weight in its format.
@@ -275,20 +258,6 @@ pub fn sum_of_squares(x: &[f32]) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// Against the definition, and values that other programs print.
-    #[test]
-    fn e4m3_codes() {
-        for (code, value) in E4M3.iter().enumerate() {
-            let (sign, e, m) = (if code < 128 { 1.0 } else { -1.0 }, (code >> 3 & 15) as i32, (code & 7) as f64);
-            let expected = if e == 0 { m / 8.0 * 2f64.powi(-6) } else { (1.0 + m / 8.0) * 2f64.powi(e - 7) };
-            match code & 127 {
-                127 => assert!(value.is_nan()),
-                _ => assert_eq!(f64::from(*value), sign * expected, "code {code:#x}"),
-            }
-        }
-        assert_eq!([E4M3[0x7e], E4M3[0x01], E4M3[0x38], E4M3[0xb8], E4M3[0x08]], [448.0, 0.001953125, 1.0, -1.0, 0.015625]);
-    }
 
     /// Every instruction set, every number of tokens at once: the same bits, and near the sum in f64.
     #[test]

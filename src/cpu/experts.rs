@@ -20,13 +20,17 @@ impl Rank {
         let bias = router.bias.map(|id| self.vectors[&id].clone());
         let top_k = router.routing.top_k;
         let out = self.buffer_mut(plan, router.routes);
+        let mut margins = Vec::new();
         for r in 0..rows {
             let logits: Vec<f32> = (0..n).map(|e| logits[e * rows + r]).collect();
-            for (i, (expert, weight)) in choose(&logits, bias.as_deref(), &router.routing).into_iter().enumerate() {
+            let (chosen, margin) = choose(&logits, bias.as_deref(), &router.routing);
+            margins.push(margin);
+            for (i, (expert, weight)) in chosen.into_iter().enumerate() {
                 out[r * 2 * top_k + i] = expert as f32;
                 out[r * 2 * top_k + top_k + i] = weight;
             }
         }
+        self.margins.push(margins);
         Ok(())
     }
 
@@ -139,8 +143,9 @@ fn gated(weight: &Weight, slices: &[Slice], expert: usize, input: &Scaled, rows:
     Ok(out)
 }
 
-/// The experts of one row and their weights, by ascending expert. Ties go to the lower one.
-fn choose(logits: &[f32], bias: Option<&[f32]>, routing: &Routing) -> Vec<(usize, f32)> {
+/// The experts of one row and their weights, by ascending expert, and by how much the last of them or of their groups is better than the first that was left
+/// out. Ties go to the lower one.
+fn choose(logits: &[f32], bias: Option<&[f32]>, routing: &Routing) -> (Vec<(usize, f32)>, f32) {
     let scores: Vec<f32> = match routing.scoring {
         Scoring::Sigmoid => logits.iter().map(|l| 1.0 / (1.0 + (-l).exp())).collect(),
         Scoring::Softmax => {
@@ -151,24 +156,35 @@ fn choose(logits: &[f32], bias: Option<&[f32]>, routing: &Routing) -> Vec<(usize
         }
     };
     let mut rank: Vec<f32> = scores.iter().enumerate().map(|(e, s)| s + bias.map_or(0.0, |bias| bias[e])).collect();
+    let mut margin = f32::INFINITY;
     if routing.n_groups > 1 {
         let group = rank.len() / routing.n_groups;
         let best_two = |group: &[f32]| best(group, 2).into_iter().map(|i| group[i]).sum();
         let groups: Vec<f32> = rank.chunks_exact(group).map(best_two).collect();
         let kept = best(&groups, routing.top_groups);
+        margin = lead(&groups, routing.top_groups);
         for (e, rank) in rank.iter_mut().enumerate() {
             if !kept.contains(&(e / group)) {
                 *rank = f32::NEG_INFINITY;
             }
         }
     }
+    margin = margin.min(lead(&rank, routing.top_k));
     let mut chosen = best(&rank, routing.top_k);
     chosen.sort_unstable();
     let sum = match routing.normalised {
         true => chosen.iter().map(|&e| scores[e]).sum::<f32>() + 1e-20,
         false => 1.0,
     };
-    chosen.into_iter().map(|e| (e, scores[e] / sum * routing.scale)).collect()
+    (chosen.into_iter().map(|e| (e, scores[e] / sum * routing.scale)).collect(), margin)
+}
+
+/// By how much the last of the `n` largest numbers is larger than the next.
+fn lead(numbers: &[f32], n: usize) -> f32 {
+    match best(numbers, n + 1)[..] {
+        [.., last, next] if n < numbers.len() => numbers[last] - numbers[next],
+        _ => f32::INFINITY,
+    }
 }
 
 /// Indices of the `n` largest numbers, the largest first.

@@ -4,7 +4,7 @@
 use super::dot::{self, Numbers};
 use super::reference::{attend, Cache, DraftState, Rank, Rotary, Rows};
 use crate::model::plan::{LatentAttention, Owner, Plan};
-use crate::model::weights::{Weight, Weights};
+use crate::model::weights::{Role, Weight, Weights};
 use anyhow::Result;
 use rayon::prelude::*;
 
@@ -19,7 +19,8 @@ impl Rank {
 
     /// First row of kv_b of this rank's heads.
     fn first_row(&self, kv_b: &Weight) -> Result<usize> {
-        Ok(kv_b.part_of_rank(self.ranks.rank, self.ranks.count)?[0].rows.start)
+        let ranks = self.ranks.of(Role::KvB);
+        Ok(kv_b.part_of_rank(ranks.rank, ranks.count)?[0].rows.start)
     }
 
     /// New rows of the cache, and absorbed = [W_UK^T q_nope | rotated q_rope] of each head.

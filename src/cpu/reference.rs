@@ -60,6 +60,8 @@ pub(super) struct Rank {
     /// Activations by buffer name, [rows, dim] of the widest plan so far. Features are a ring of FEATURE_ROWS rows by position.
     pub(super) buffers: BTreeMap<&'static str, Vec<f32>>,
     pub(super) cache: Cache,
+    /// Of each router of the last pass, see `Reference::margins`.
+    pub(super) margins: Vec<Vec<f32>>,
 }
 
 /// The drafter's side: its cache holds rows 0 .. length, one behind nothing or several behind the target's.
@@ -172,8 +174,9 @@ impl Reference {
         let rank = |rank| -> Result<Rank> {
             let ranks = Ranks { rank, ..ranks };
             let kv = plan::target(&config, Pass::Verify { width: 1 }, ranks, &[])?.kv;
-            let vectors = weights.iter().filter(|(_, w)| w.cols == 1).map(|(id, w)| Ok((id, floats(w, ranks)?)));
-            Ok(Rank { ranks, vectors: vectors.collect::<Result<_>>()?, buffers: BTreeMap::new(), cache: Cache::new(kv, capacity) })
+            let vectors = weights.iter().filter(|(_, w)| w.cols == 1).map(|(id, w)| Ok((id, floats(w, ranks.of(id.role))?)));
+            let (buffers, margins) = (BTreeMap::new(), Vec::new());
+            Ok(Rank { ranks, vectors: vectors.collect::<Result<_>>()?, buffers, cache: Cache::new(kv, capacity), margins })
         };
         let all = (0..ranks.count).map(rank).collect::<Result<Vec<Rank>>>()?;
         check_scales(&weights)?;
@@ -235,6 +238,7 @@ impl Reference {
         }
         let rows = Rows { tokens, position };
         let shown = self.shown.min(plans.len() - 1);
+        self.ranks.iter_mut().for_each(|rank| rank.margins.clear());
         for (i, step) in plans[shown].steps.iter().enumerate() {
             let mut out = None;
             match step {
@@ -256,7 +260,7 @@ impl Reference {
             let numbers = self.ranks[shown].buffers.get_mut(buffer.name).expect("buffers of a plan exist");
             observe(step, &mut numbers[..n], buffer.dim);
             // What all ranks hold alike stays so when `observe` changes it.
-            if let (Step::Embed { .. } | Step::AllReduce { .. }, true) = (step, plans.len() > 1) {
+            if plans.len() > 1 && matches!(buffer.kind, BufferKind::Stream | BufferKind::Routes) {
                 let numbers = numbers[..n].to_vec();
                 self.ranks.iter_mut().for_each(|rank| {
                     rank.buffers.get_mut(buffer.name).expect("ranks have the same buffers")[..n].copy_from_slice(&numbers)
@@ -389,6 +393,11 @@ impl Reference {
     /// Drafts that the next verify pass will see.
     pub fn drafts(&self) -> &[u32] {
         &self.drafts
+    }
+
+    /// For each router of the last pass and each of its rows, by how much scores would have to change for another choice of experts.
+    pub fn margins(&self) -> &[Vec<f32>] {
+        &self.ranks[self.shown].margins
     }
 
     /// Claims that the drafter has `length` rows, whatever its cache holds there: tests show with it what rows left from drafting cost.
@@ -553,7 +562,8 @@ impl Rank {
         // [n, rows]: one weight row meets every token while it is in the cache.
         let mut sums = vec![0.0f32; linear.n * rows];
         let mut first = 0;
-        for (part, slice) in weight.part_of_rank(self.ranks.rank, self.ranks.count)?.iter().enumerate() {
+        let ranks = self.ranks.of(linear.weight.role);
+        for (part, slice) in weight.part_of_rank(ranks.rank, ranks.count)?.iter().enumerate() {
             let n = slice.rows.len();
             let sums = &mut sums[first * rows..(first + n) * rows];
             products(&Numbers::of_part(weight, part)?, weight.cols, slice, &inputs, rows, sums);

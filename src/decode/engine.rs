@@ -33,6 +33,10 @@ pub trait Backend {
     fn measure(&mut self) -> Result<Costs>;
     /// Milliseconds of `n` verify passes of this width over distinct random tokens with `depth` rows in the cache, whose contents are lost.
     fn time_verify(&mut self, width: usize, depth: usize, n: usize) -> Result<Vec<f64>>;
+    /// How many experts a layer reads in such a pass, on average; None where there are none, or nobody counts. The cache's contents are lost.
+    fn experts_used(&mut self, _width: usize, _depth: usize) -> Result<Option<f64>> {
+        Ok(None)
+    }
     /// Where the time of plain decoding goes with `depth` rows in the cache, whose contents are lost: steps of one kind together.
     fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>>;
     /// What the oldest unread verify pass did; waits for it.
@@ -141,6 +145,12 @@ impl Engine {
     pub fn time_verify(&mut self, width: usize, depth: usize, n: usize) -> Result<Vec<f64>> {
         self.clear();
         self.backend.time_verify(width, depth, n)
+    }
+
+    /// See `Backend::experts_used`.
+    pub fn experts_used(&mut self, width: usize, depth: usize) -> Result<Option<f64>> {
+        self.clear();
+        self.backend.experts_used(width, depth)
     }
 
     /// See `Backend::profile`.

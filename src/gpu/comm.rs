@@ -7,6 +7,7 @@ use super::device::{Gpu, Kernel, Launch, Memory, Params, Pinned};
 use super::nccl;
 use super::params::*;
 use crate::error::{internal, machine};
+use crate::model::plan::Ranks;
 use anyhow::{bail, ensure, Context, Result};
 use bytemuck::Zeroable;
 use std::cell::RefCell;
@@ -19,14 +20,15 @@ pub trait Rendezvous: Send + Sync {
     fn ranks(&self) -> usize;
     /// Gives `mine` to all and takes everybody's, by rank; also a barrier. All ranks call it equally often. Fails when a rank does not come or has failed.
     fn all_gather(&self, rank: usize, mine: &[u8]) -> Result<Vec<Vec<u8>>>;
-    /// Nobody waits any more, now or later.
+    /// Takes what ends the waiting of a rank's kernels, for the day a rank fails.
+    fn attend(&self, poison: Poison);
+    /// Nobody waits any more, now or later, neither here nor in a kernel.
     fn fail(&self, why: &str);
 }
 
 /// Ranks that are threads of one process.
 pub struct Threads {
     ranks: usize,
-    patience: Duration,
     meeting: Mutex<Meeting>,
     changed: Condvar,
 }
@@ -37,14 +39,28 @@ struct Meeting {
     given: Vec<Option<Vec<u8>>>,
     /// Of the last full round. The next one is full only when everybody has taken from this.
     taken: Vec<Vec<u8>>,
+    patience: Duration,
     failed: Option<String>,
+    poisons: Vec<Poison>,
+}
+
+impl Meeting {
+    fn fail(&mut self, why: &str) {
+        self.failed.get_or_insert_with(|| why.to_string());
+        self.poisons.iter().for_each(Poison::poison);
+    }
 }
 
 impl Threads {
     /// `patience`: how long the first to come waits for the last.
     pub fn new(ranks: usize, patience: Duration) -> Arc<Threads> {
-        let meeting = Meeting { given: vec![None; ranks], ..Meeting::default() };
-        Arc::new(Threads { ranks, patience, meeting: Mutex::new(meeting), changed: Condvar::new() })
+        let meeting = Meeting { given: vec![None; ranks], patience, ..Meeting::default() };
+        Arc::new(Threads { ranks, meeting: Mutex::new(meeting), changed: Condvar::new() })
+    }
+
+    /// Another patience from the next meeting on.
+    pub fn set_patience(&self, patience: Duration) {
+        self.lock().patience = patience;
     }
 
     fn lock(&self) -> MutexGuard<'_, Meeting> {
@@ -69,13 +85,13 @@ impl Rendezvous for Threads {
             meeting.round += 1;
             self.changed.notify_all();
         }
-        let end = Instant::now() + self.patience;
+        let patience = meeting.patience;
+        let end = Instant::now() + patience;
         while meeting.round == round && meeting.failed.is_none() {
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 let missing: Vec<String> = (0..self.ranks).filter(|&r| meeting.given[r].is_none()).map(|r| r.to_string()).collect();
-                let why = format!("rank {} did not come within {} s", missing.join(", "), self.patience.as_secs());
-                meeting.failed = Some(why);
+                meeting.fail(&format!("rank {} did not come within {} s", missing.join(", "), patience.as_secs_f32()));
                 self.changed.notify_all();
                 break;
             }
@@ -87,8 +103,16 @@ impl Rendezvous for Threads {
         }
     }
 
+    fn attend(&self, poison: Poison) {
+        let mut meeting = self.lock();
+        if meeting.failed.is_some() {
+            poison.poison();
+        }
+        meeting.poisons.push(poison);
+    }
+
     fn fail(&self, why: &str) {
-        self.lock().failed.get_or_insert_with(|| why.to_string());
+        self.lock().fail(why);
         self.changed.notify_all();
     }
 }
@@ -225,12 +249,15 @@ pub struct Link {
     comm: CommRanks,
     /// Ranks share a GPU: kernels start when the one before has ended, on few blocks, so that the others' kernels find room.
     pub shared: bool,
+    /// As in model::plan::Ranks.
+    pub whole_attention: bool,
+    pub split_drafter: bool,
     options: Options,
     /// (largest number of rows, choice), ascending. The last counts for all that is larger.
     choices: RefCell<Vec<(usize, Choice)>>,
     nccl: Option<Nccl>,
     steps: RefCell<Vec<String>>,
-    poison: Arc<Mutex<Option<PoisonWord>>>,
+    ending: Arc<Mutex<Option<Ending>>>,
     record: Pinned<CommRecord>,
     window: ManuallyDrop<Memory>,
     gpu: Gpu,
@@ -250,21 +277,26 @@ struct Kernels {
     local: Kernel,
 }
 
-/// The word that ends all waiting of a rank's kernels, for other threads.
+/// What ends all waiting of a rank's kernels, for other threads.
 #[derive(Clone)]
-pub struct Poison(Arc<Mutex<Option<PoisonWord>>>);
+pub struct Poison(Arc<Mutex<Option<Ending>>>);
 
-struct PoisonWord(Pinned<u32>);
-// Sound: page-locked memory may be written from any thread; it is dropped by its rank, which takes it out of the Option.
-unsafe impl Send for PoisonWord {}
+/// Its rank takes it out of the Option when it ends.
+struct Ending {
+    word: Pinned<u32>,
+    nccl: Option<nccl::Aborter>,
+}
+// Sound: page-locked memory may be written from any thread; it is dropped by its rank.
+unsafe impl Send for Ending {}
 
 impl Poison {
-    /// Another rank failed. Does nothing when the rank is gone already, or poisoned itself.
+    /// Another rank failed. Does nothing when the rank is gone already; a rank that poisoned itself stays what it is.
     pub fn poison(&self) {
-        if let Some(word) = &*self.0.lock().unwrap_or_else(|e| e.into_inner()) {
-            if word.0.read(0) == 0 {
-                word.0.write(0, COMM_POISON_HOST as u32);
+        if let Some(ending) = &*self.0.lock().unwrap_or_else(|e| e.into_inner()) {
+            if ending.word.read(0) == 0 {
+                ending.word.write(0, COMM_POISON_HOST as u32);
             }
+            ending.nccl.iter().for_each(nccl::Aborter::abort);
         }
     }
 }
@@ -284,9 +316,9 @@ impl Link {
         let given = rendezvous.all_gather(rank, &serde_json::to_vec(&place)?)?;
         let places =
             given.iter().map(|bytes| Ok(serde_json::from_slice(bytes)?)).collect::<Result<Vec<Place>>>().context("places of ranks")?;
-        let (poison, record) = (PoisonWord(gpu.pinned(1)?), gpu.pinned(1)?);
+        let (ending, record) = (Ending { word: gpu.pinned(1)?, nccl: None }, gpu.pinned(1)?);
         let mut comm = CommRanks {
-            poison: poison.0.device(),
+            poison: ending.word.device(),
             record: record.device(),
             rank: rank as i32,
             ranks: ranks as i32,
@@ -318,15 +350,18 @@ impl Link {
             comm,
             shared: (1..ranks).any(|r| places[..r].iter().any(|p| p.bus_id == places[r].bus_id)),
             places,
+            whole_attention: false,
+            split_drafter: false,
             options,
             choices: RefCell::default(),
             nccl: None,
             steps: RefCell::default(),
-            poison: Arc::new(Mutex::new(Some(poison))),
+            ending: Arc::new(Mutex::new(Some(ending))),
             record,
             window: ManuallyDrop::new(window),
             gpu: gpu.clone(),
         };
+        link.rendezvous.attend(Poison(link.ending.clone()));
         link.reset()?;
         Ok(link)
     }
@@ -348,9 +383,9 @@ impl Link {
     pub(super) fn recover(&self) -> Result<()> {
         self.gpu.synchronize()?;
         self.barrier()?;
-        if let Some(word) = &*self.poison.lock().unwrap_or_else(|e| e.into_inner()) {
-            if word.0.read(0) == COMM_POISON_TIMEOUT as u32 {
-                word.0.write(0, 0);
+        if let Some(ending) = &*self.ending() {
+            if ending.word.read(0) == COMM_POISON_TIMEOUT as u32 {
+                ending.word.write(0, 0);
             }
         }
         self.reset()
@@ -358,6 +393,12 @@ impl Link {
 
     pub fn ranks(&self) -> usize {
         self.places.len()
+    }
+
+    /// How the model is divided.
+    pub fn as_ranks(&self) -> Ranks {
+        let Link { rank, whole_attention, split_drafter, .. } = *self;
+        Ranks { rank, count: self.ranks(), whole_attention, split_drafter }
     }
 
     /// Ranks on this rank's GPU.
@@ -369,7 +410,7 @@ impl Link {
         self.rendezvous.all_gather(self.rank, &[]).map(drop)
     }
 
-    /// Nobody waits for this rank any more.
+    /// Nobody waits for this rank any more, and it for nobody.
     pub fn fail(&self, why: &str) {
         self.rendezvous.fail(&format!("rank {}: {why}", self.rank));
     }
@@ -379,14 +420,18 @@ impl Link {
         self.rendezvous.all_gather(self.rank, mine)
     }
 
-    /// For other threads, to end this rank's waiting.
-    pub fn poison(&self) -> Poison {
-        Poison(self.poison.clone())
+    fn ending(&self) -> MutexGuard<'_, Option<Ending>> {
+        self.ending.lock().unwrap_or_else(|e| e.into_inner()) // nothing panics half-way with it
+    }
+
+    /// Of a rank whose kernels gave up: the phase of a collective in which they did (COMM_PHASE_*). In one collective lower ones come first.
+    pub(super) fn gave_up_in(&self) -> i32 {
+        self.record.read(0).phase
     }
 
     /// An error once a kernel of this rank gave up, or the host poisoned it.
     pub fn check(&self) -> Result<()> {
-        let state = self.poison.lock().unwrap_or_else(|e| e.into_inner()).as_ref().map_or(0, |word| word.0.read(0)) as usize;
+        let state = self.ending().as_ref().map_or(0, |ending| ending.word.read(0)) as usize;
         match state {
             0 => Ok(()),
             COMM_POISON_TIMEOUT => {
@@ -416,9 +461,9 @@ impl Link {
         }
     }
 
-    /// Takes NCCL's algorithms on, for messages of the given rows of `dim`; runs each size once, since NCCL connects when it first meets one.
+    /// Takes one of NCCL's algorithms on, for messages of the given rows of `dim`; runs each size once, since NCCL connects when it first meets one.
     /// It fails on all ranks or on none.
-    pub fn attach_nccl(&mut self, library: &Arc<nccl::Library>, rows: &[usize], dim: usize) -> Result<()> {
+    pub fn attach_nccl(&mut self, library: &Arc<nccl::Library>, algorithm: Algorithm, rows: &[usize], dim: usize) -> Result<()> {
         let raw = self.gpu.raw().context("NCCL needs a GPU")?;
         let id = if self.rank == 0 { library.unique_id() } else { Ok([0; 128]) };
         let given = self.all_gather(id.as_ref().map_or(&[][..], |id| &id[..]))?.swap_remove(0);
@@ -428,13 +473,16 @@ impl Link {
         let (gathered, sent) = (self.gpu.allocate(self.ranks() * most * dim * 2)?, self.gpu.allocate(most * dim * 2)?);
         self.gpu.synchronize()?;
         let sizes = rows.iter().map(|rows| rows * dim).collect();
-        let comm =
-            nccl::Comm::connect(library, raw, self.ranks(), self.rank, id, nccl::WarmUp { sizes, from: sent.at(0), to: gathered.at(0) });
+        let warm_up = nccl::WarmUp { sums: algorithm == Algorithm::NcclAllReduce, sizes, from: sent.at(0), to: gathered.at(0) };
+        let comm = nccl::Comm::connect(library, raw, self.ranks(), self.rank, id, warm_up);
         let connected = self.all_gather(&[comm.is_ok() as u8])?;
         let comm = comm?;
         if let Some(other) = connected.iter().position(|ok| ok[0] == 0) {
             comm.abort();
             return Err(machine(format!("NCCL did not connect rank {other}")));
+        }
+        if let Some(ending) = &mut *self.ending() {
+            ending.nccl = Some(comm.aborter());
         }
         self.nccl = Some(Nccl { comm, gathered });
         Ok(())
@@ -442,6 +490,9 @@ impl Link {
 
     /// Gives up NCCL and its memory, on all ranks at the same time.
     pub(super) fn detach_nccl(&mut self) {
+        if let Some(ending) = &mut *self.ending() {
+            ending.nccl = None;
+        }
         self.nccl = None;
     }
 
@@ -522,7 +573,7 @@ impl Link {
             rows: a.rows as i32,
             dim: a.dim as i32,
             tap_stride: a.tap_stride as i32,
-            pad: 0,
+            wait_ns: 0,
         };
         let kernel = match choice.algorithm {
             Algorithm::Push => &self.kernels.push,
@@ -602,7 +653,7 @@ impl Drop for Link {
         // Another rank may still load from this window: it is freed when all have ended. When one has failed nobody knows, and the process ends: it stays.
         // A rank that fails tells the rendezvous first, or the others would wait here. Errors were reported where they happened.
         let ended = self.gpu.synchronize().and_then(|()| self.barrier()).is_ok();
-        *self.poison.lock().unwrap_or_else(|e| e.into_inner()) = None;
+        *self.ending() = None;
         if ended {
             // Sound: it is not used again.
             unsafe { ManuallyDrop::drop(&mut self.window) };

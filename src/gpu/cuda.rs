@@ -92,7 +92,6 @@ pub struct Cuda {
     peers: RefCell<Vec<sys::CUdevice>>,
     stream: sys::CUstream,
     modules: Vec<sys::CUmodule>,
-    graphs: RefCell<Vec<sys::CUgraph>>, // of the executables handed out; destroyed with them
 }
 
 impl Cuda {
@@ -114,6 +113,7 @@ impl Cuda {
         let n_sms = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
         let clock_mhz = attribute(CU_DEVICE_ATTRIBUTE_CLOCK_RATE)? as usize / 1000;
         let memory_clock_mhz = attribute(CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)? as usize / 1000;
+        let memory_bits = attribute(CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)? as usize;
         fatbins::check()?;
         // Sound: released in Drop.
         let context = unsafe { result::primary_ctx::retain(device)? };
@@ -127,8 +127,8 @@ impl Cuda {
         }
         let uuid = result::device::get_uuid(device)?.bytes.map(|b| format!("{:02x}", b as u8)).concat();
         let uuid = format!("GPU-{}-{}-{}-{}-{}", &uuid[..8], &uuid[8..12], &uuid[12..16], &uuid[16..20], &uuid[20..]);
-        let info = Info { ordinal, bus_id: bus_id(device)?, uuid, name, sm, n_sms, clock_mhz, memory_clock_mhz, driver };
-        Ok(Cuda { info, device, context, peers: RefCell::default(), stream, modules, graphs: RefCell::new(Vec::new()) })
+        let info = Info { ordinal, bus_id: bus_id(device)?, uuid, name, sm, n_sms, clock_mhz, memory_clock_mhz, memory_bits, driver };
+        Ok(Cuda { info, device, context, peers: RefCell::default(), stream, modules })
     }
 }
 
@@ -136,9 +136,6 @@ impl Drop for Cuda {
     fn drop(&mut self) {
         // Sound: last use of each; errors at exit have nobody to tell.
         unsafe {
-            for graph in self.graphs.borrow_mut().drain(..) {
-                let _ = sys::cuGraphDestroy(graph);
-            }
             for module in self.modules.drain(..) {
                 let _ = result::module::unload(module);
             }
@@ -249,12 +246,12 @@ impl Driver for Cuda {
 
     fn end_capture(&self) -> Result<u64> {
         let graph = unsafe { result::stream::end_capture(self.stream)? };
-        self.graphs.borrow_mut().push(graph);
         let mut exec = ptr::null_mut();
-        unsafe {
-            sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0).result().context("instantiate the graph")?;
-            sys::cuGraphUpload(exec, self.stream).result().context("upload the graph")?;
-        }
+        let made = unsafe { sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0).result() };
+        // The executable has a copy of all. NCCL counts both as users of a communicator, which it does not let go before.
+        let _ = unsafe { sys::cuGraphDestroy(graph) };
+        made.context("instantiate the graph")?;
+        unsafe { sys::cuGraphUpload(exec, self.stream).result().context("upload the graph")? };
         Ok(exec as u64)
     }
 
@@ -268,6 +265,13 @@ impl Driver for Cuda {
 
     fn synchronize(&self) -> Result<()> {
         unsafe { result::stream::synchronize(self.stream) }.map_err(|e| machine(format!("{} stopped: {e}", self.info.name)))
+    }
+
+    fn is_idle(&self) -> Result<bool> {
+        match unsafe { sys::cuStreamQuery(self.stream) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            answer => answer.result().map(|()| true).map_err(|e| machine(format!("{} stopped: {e}", self.info.name))),
+        }
     }
 
     fn create_event(&self) -> Result<u64> {

@@ -30,6 +30,8 @@ pub trait Driver {
     fn replay(&self, graph: u64) -> Result<()>;
     fn destroy_graph(&self, graph: u64);
     fn synchronize(&self) -> Result<()>;
+    /// Whether the stream has done all; waits for nothing.
+    fn is_idle(&self) -> Result<bool>;
     fn create_event(&self) -> Result<u64>;
     fn record_event(&self, event: u64) -> Result<()>;
     fn wait_event(&self, event: u64) -> Result<()>;
@@ -62,8 +64,17 @@ pub struct Info {
     /// The highest clocks of SMs and memory in MHz; 0 where nobody says.
     pub clock_mhz: usize,
     pub memory_clock_mhz: usize,
+    /// Width of the memory's bus; 0 where nobody says.
+    pub memory_bits: usize,
     /// CUDA version of the driver, 1000 * major + 10 * minor.
     pub driver: i32,
+}
+
+impl Info {
+    /// Bytes per second of the memory, which moves data twice a clock; 0 where nobody says.
+    pub fn memory_rate(&self) -> f64 {
+        2e6 * self.memory_clock_mhz as f64 * self.memory_bits as f64 / 8.0
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -174,6 +185,10 @@ impl Gpu {
 
     pub fn synchronize(&self) -> Result<()> {
         self.driver.synchronize()
+    }
+
+    pub fn is_idle(&self) -> Result<bool> {
+        self.driver.is_idle()
     }
 
     pub fn reach(&self, ordinal: usize) -> Result<()> {

@@ -8,10 +8,12 @@ use super::device::{Gpu, Kernel, Launch, Memory, Params};
 use super::params::*;
 use crate::decode::draft_ngram::{MAX_NGRAM, MIN_NGRAM};
 use crate::decode::MAX_DRAFTS;
-use crate::model::config::Rope;
+use crate::model::config::{Latent, Rope, Scoring};
 use crate::model::plan::{
-    Attention, BufferId, BufferKind, Epilogue, Linear, Owner, Pass, Plan, Step, Tap, Tokens, FEATURE_ROWS, MAX_WIDTH,
+    Attention, BufferId, BufferKind, Epilogue, Input, KvLayout, LatentAttention, Linear, Mixture, Owner, Pass, Plan, Router, Step, Tap,
+    Tokens, FEATURE_ROWS, MAX_WIDTH,
 };
+use crate::model::quant::{Block, Format};
 use crate::model::weights::{Role, WeightId};
 use crate::state_offset;
 use anyhow::{bail, ensure, Context, Result};
@@ -22,9 +24,11 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Every kernel, resolved at start.
 pub struct Kernels {
     embed: Kernel,
+    all_reduce_timed: Kernel,
     /// Of a stream, and of bf16 features.
     pub norm_rows: [Kernel; 2],
-    norm_step: [Kernel; 2],
+    /// From a stream, from bf16 features, and from these into a stream.
+    norm_step: [Kernel; 3],
     linear: Vec<LinearVariant>,
     /// For up to 256 rows, and for more.
     linear_prefill: [PrefillVariant; 2],
@@ -34,6 +38,11 @@ pub struct Kernels {
     attention_decode: Vec<(usize, usize, Kernel)>, // head_dim, columns of a block
     attention_rope: Vec<(usize, Kernel)>,
     attention_prefill: Vec<(usize, Kernel)>,
+    /// For up to 8 rows, and for more.
+    router: [Kernel; 2],
+    experts: Vec<ExpertKernels>,
+    latent_query: Kernel,
+    latents: Vec<LatentKernels>,
     sample_adjust: Kernel,
     sample_count: Kernel,
     sample_choose: Kernel,
@@ -46,15 +55,111 @@ pub struct Kernels {
     draft_choose: Kernel,
     ngram_draft: Kernel,
     pub repack: Kernel,
+    pub repack_fp8: Kernel,
+    pub repack_int4: Kernel,
+    pub quantise_fp8: Kernel,
     pub fill_random: Kernel,
+    pub fill_codes: Kernel,
     pub read_ceiling: Kernel,
 }
 
-/// A skinny linear kernel for 8 * columns rows of the pass.
+/// A skinny linear kernel for 8 * columns rows of the pass and weights of one kind.
 struct LinearVariant {
+    tiles: Tiles,
     columns: usize,
     threads: u32,
     kernel: Kernel,
+}
+
+/// experts_up and experts_down for up to 8 rows and up to 16, by how routed experts and the shared one are stored.
+struct ExpertKernels {
+    tiles: [Tiles; 2],
+    up: [Kernel; 2],
+    down: [Kernel; 2],
+}
+
+/// The kernels of latent attention whose code depends on the numbers of a latent and of a rotated key.
+struct LatentKernels {
+    dims: [usize; 2],
+    attend: Kernel,
+    value: Kernel,
+}
+
+/// head_dim of the attention kernels.
+const ATTENTION_DIMS: [usize; 2] = [64, 128];
+/// kv_rank and rope_dim of those of latent attention, and their names. The largest is every published model's; the others are tests'.
+const LATENT_DIMS: [([usize; 2], &str, &str); 4] = [
+    ([512, 64], "latent_attend_512_64", "latent_value_512"),
+    ([128, 16], "latent_attend_128_16", "latent_value_128"),
+    ([64, 32], "latent_attend_64_32", "latent_value_64"),
+    ([32, 8], "latent_attend_32_8", "latent_value_32"),
+];
+/// How experts and the shared one are stored for the kernels of experts.
+const EXPERT_TILES: [[Tiles; 2]; 4] =
+    [[Tiles::Bf16, Tiles::Bf16], [Tiles::Fp8, Tiles::Fp8], [Tiles::Int4, Tiles::Bf16], [Tiles::Int4, Tiles::Fp8]];
+
+/// Whether there are kernels for a step; an error that says what is missing.
+pub fn check(step: &Step) -> Result<()> {
+    match step {
+        Step::Attention(a) if !ATTENTION_DIMS.contains(&a.head_dim) => {
+            bail!("head_dim {}: the GPU backend has attention kernels for 64 and 128; use --device cpu", a.head_dim)
+        }
+        Step::LatentQuery(a) => {
+            let d = a.dims;
+            if !LATENT_DIMS.iter().any(|known| known.0 == [d.kv_rank, d.rope_dim]) {
+                bail!(
+                    "kv_lora_rank {} and qk_rope_head_dim {}: the GPU backend has kernels of latent attention for 512 and 64; use --device cpu",
+                    d.kv_rank,
+                    d.rope_dim
+                );
+            }
+            for (name, dim, of) in [("q_lora_rank", d.q_rank, 16), ("qk_nope_head_dim", d.nope_dim, 8), ("v_head_dim", d.v_dim, 16)] {
+                ensure!(dim % of == 0, "{name} {dim}: the GPU backend needs a multiple of {of}; use --device cpu");
+            }
+            Ok(())
+        }
+        Step::Linear(l) => {
+            if let Epilogue::SiluMul { .. } = l.epilogue {
+                ensure!(l.bias.is_none(), "mlp_bias: the GPU backend has no bias for gate and up; use --device cpu");
+                ensure!(l.n % 16 == 0, "feed-forward layers of {} on a rank: the GPU backend needs a multiple of 8", l.n / 2);
+            }
+            let tiles = Tiles::of(l.format)?;
+            ensure!(tiles == Tiles::Bf16 || l.inputs.len() == 1, "{} of two inputs: the GPU backend needs plain weights", l.format);
+            normed(&l.inputs)
+        }
+        Step::Router(r) => {
+            let (n, k) = (r.routing.n_experts, r.routing.top_k);
+            ensure!(
+                n <= MAX_EXPERTS && k <= MAX_CHOSEN && r.routing.n_groups <= 32,
+                "{k} of {n} experts in {} groups: the GPU backend has room for {MAX_CHOSEN} of {MAX_EXPERTS} in 32; use --device cpu",
+                r.routing.n_groups
+            );
+            normed(std::slice::from_ref(&r.input))
+        }
+        Step::ExpertsUp(m) => {
+            let common = m.shared.as_ref().map(|s| s.format);
+            let stored = [Tiles::of(m.format)?, common.map_or(Ok(Tiles::Bf16), Tiles::of)?];
+            let known = |tiles: &[Tiles; 2]| tiles[0] == stored[0] && (common.is_none() || tiles[1] == stored[1]);
+            if !EXPERT_TILES.iter().any(known) {
+                let common = common.map_or(String::new(), |format| format!(" beside a shared one as {format}"));
+                bail!("experts as {}{common}: the GPU backend has no kernels for this pair; use --device cpu", m.format);
+            }
+            for (what, dim) in [("experts", m.expert_dim), ("shared experts", m.shared_dim())] {
+                ensure!(dim % 8 == 0, "{what} of {dim} on a rank: the GPU backend needs a multiple of 8");
+            }
+            ensure!(m.n % 16 == 0, "experts into rows of {}: the GPU backend needs a multiple of 16; use --device cpu", m.n);
+            Ok(())
+        }
+        _ => Ok(()),
+    }
+}
+
+fn normed(inputs: &[Input]) -> Result<()> {
+    let odd = inputs.iter().find(|input| input.norm.is_some() && input.dim % 16 != 0);
+    match odd {
+        Some(input) => bail!("rows of {}: the GPU backend needs normalised rows of a multiple of 16; use --device cpu", input.dim),
+        None => Ok(()),
+    }
 }
 
 /// A prefill linear kernel: weight rows and tokens of a block's tile, threads.
@@ -74,17 +179,32 @@ const PREFILL_SHARED: u32 = 96 << 10;
 impl Kernels {
     pub fn load(gpu: &Gpu) -> Result<Kernels> {
         let k = |name| gpu.kernel(name, 0);
-        let variant = |columns, threads, name| -> Result<LinearVariant> { Ok(LinearVariant { columns, threads, kernel: k(name)? }) };
+        let variant =
+            |tiles, columns, name| -> Result<LinearVariant> { Ok(LinearVariant { tiles, columns, threads: 512, kernel: k(name)? }) };
+        let experts = |tiles, up: [&'static str; 2], down: [&'static str; 2]| -> Result<ExpertKernels> {
+            Ok(ExpertKernels { tiles, up: [k(up[0])?, k(up[1])?], down: [k(down[0])?, k(down[1])?] })
+        };
+        let latent = |&(dims, attend, value)| -> Result<LatentKernels> { Ok(LatentKernels { dims, attend: k(attend)?, value: k(value)? }) };
         let prefill = |n, m, threads, name| -> Result<PrefillVariant> {
             Ok(PrefillVariant { n, m, threads, kernel: gpu.kernel(name, PREFILL_SHARED)? })
         };
         Ok(Kernels {
             embed: k("embed")?,
+            all_reduce_timed: k("all_reduce_timed")?,
             norm_rows: [k("norm_rows")?, k("norm_rows_bf16")?],
-            norm_step: [k("norm_step")?, k("norm_step_bf16")?],
-            linear: vec![variant(1, 512, "linear_m8_t1_w16_a2")?, variant(2, 512, "linear_m16_t1_w16_a1")?],
+            norm_step: [k("norm_step")?, k("norm_step_bf16")?, k("norm_step_bf16_stream")?],
+            linear: vec![
+                variant(Tiles::Bf16, 1, "linear_m8_t1_w16_a2")?,
+                variant(Tiles::Bf16, 2, "linear_m16_t1_w16_a1")?,
+                variant(Tiles::Fp8, 1, "linear_m8_fp8")?,
+                variant(Tiles::Fp8, 2, "linear_m16_fp8")?,
+                variant(Tiles::Fp8Rows, 1, "linear_m8_fp8_rows")?,
+                variant(Tiles::Fp8Rows, 2, "linear_m16_fp8_rows")?,
+                variant(Tiles::Int4, 1, "linear_m8_int4")?,
+                variant(Tiles::Int4, 2, "linear_m16_int4")?,
+            ],
             linear_prefill: [prefill(64, 64, 128, "linear_prefill_64x64")?, prefill(128, 128, 256, "linear_prefill_128x128")?],
-            linear_two: variant(2, 512, "linear_two")?,
+            linear_two: variant(Tiles::Bf16, 2, "linear_two")?,
             linear_prefill_two: prefill(64, 64, 128, "linear_prefill_64x64_two")?,
             copy_rows: k("copy_rows")?,
             draft_begin: k("draft_begin")?,
@@ -100,6 +220,31 @@ impl Kernels {
             ],
             attention_rope: vec![(64, k("attention_rope_64")?), (128, k("attention_rope_128")?)],
             attention_prefill: vec![(64, k("attention_prefill_64")?), (128, k("attention_prefill_128")?)],
+            router: [k("router_m8")?, k("router_m16")?],
+            experts: vec![
+                experts(
+                    EXPERT_TILES[0],
+                    ["experts_up_m8_bf16_bf16", "experts_up_m16_bf16_bf16"],
+                    ["experts_down_m8_bf16_bf16", "experts_down_m16_bf16_bf16"],
+                )?,
+                experts(
+                    EXPERT_TILES[1],
+                    ["experts_up_m8_fp8_fp8", "experts_up_m16_fp8_fp8"],
+                    ["experts_down_m8_fp8_fp8", "experts_down_m16_fp8_fp8"],
+                )?,
+                experts(
+                    EXPERT_TILES[2],
+                    ["experts_up_m8_int4_bf16", "experts_up_m16_int4_bf16"],
+                    ["experts_down_m8_int4_bf16", "experts_down_m16_int4_bf16"],
+                )?,
+                experts(
+                    EXPERT_TILES[3],
+                    ["experts_up_m8_int4_fp8", "experts_up_m16_int4_fp8"],
+                    ["experts_down_m8_int4_fp8", "experts_down_m16_int4_fp8"],
+                )?,
+            ],
+            latent_query: k("latent_query")?,
+            latents: LATENT_DIMS.iter().map(latent).collect::<Result<_>>()?,
             sample_adjust: k("sample_adjust")?,
             sample_count: k("sample_count")?,
             sample_choose: k("sample_choose")?,
@@ -108,13 +253,54 @@ impl Kernels {
             sample_accept: k("sample_accept")?,
             prefill_advance: k("prefill_advance")?,
             repack: k("repack")?,
+            repack_fp8: k("repack_fp8")?,
+            repack_int4: k("repack_int4")?,
+            quantise_fp8: k("quantise_fp8")?,
             fill_random: k("fill_random")?,
+            fill_codes: k("fill_codes")?,
             read_ceiling: k("read_ceiling")?,
         })
     }
 }
 
-/// A re-tiled matrix: [n_tiles][ceil(k / 32)][2][32] 16-byte words for each part of K.
+/// How a 16-row tile of weights is stored (kernels/format.cuh).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tiles {
+    Bf16,
+    /// e4m3 with a scale for each 8 rows of a block of 32 columns.
+    Fp8,
+    /// e4m3 with a scale for each row.
+    Fp8Rows,
+    /// Four bits with a scale for each row of a block.
+    Int4,
+}
+
+impl Tiles {
+    pub fn of(format: Format) -> Result<Tiles> {
+        match format {
+            Format::Plain => Ok(Tiles::Bf16),
+            Format::Fp8(Block { rows: 1, cols: None }) => Ok(Tiles::Fp8Rows),
+            Format::Fp8(Block { rows, cols: Some(cols) }) if rows % 8 == 0 && cols % 32 == 0 => Ok(Tiles::Fp8),
+            Format::Int4(Block { rows: 1, cols: Some(cols) }) if cols % 32 == 0 => Ok(Tiles::Int4),
+            other => bail!(
+                "{other}: the GPU backend has kernels for fp8 e4m3 in blocks of multiples of 8 x 32 or with a scale a row, and for int4 in groups \
+                 of multiples of 32; use --device cpu"
+            ),
+        }
+    }
+
+    /// Columns of a unit (kernels/format.cuh), and its bytes in a tile, scales in it included.
+    pub(super) fn unit(self) -> (usize, usize) {
+        match self {
+            Tiles::Bf16 => (32, 1024),
+            Tiles::Fp8 | Tiles::Fp8Rows => (32, 512),
+            Tiles::Int4 => (64, 576),
+        }
+    }
+}
+
+/// A re-tiled matrix: for each part of K [n_tiles][units] of 16 rows (kernels/format.cuh), then the scales that are not in them. With
+/// experts: the blocks of all of them, then their scales.
 #[derive(Clone, Debug)]
 pub struct Matrix {
     pub parts: Vec<Part>,
@@ -122,6 +308,9 @@ pub struct Matrix {
     /// Rows, gate and up together.
     pub(super) n: usize,
     pub(super) gate_up: bool,
+    pub(super) tiles: Tiles,
+    /// 1 for matrices that are no experts'.
+    pub(super) n_experts: usize,
 }
 
 /// The columns of one input.
@@ -129,37 +318,86 @@ pub struct Matrix {
 pub struct Part {
     /// Device address.
     pub at: u64,
+    /// That of the scales beside the blocks: f32, [n_tiles][k_blocks][2], or [n_tiles * 16] with a scale a row.
+    pub(super) scales_at: u64,
     pub(super) column: usize,
     pub(super) k: usize,
 }
 
 impl Matrix {
     /// `dims` are the columns of each input.
-    pub(super) fn new(n: usize, dims: &[usize], gate_up: bool) -> Matrix {
+    pub(super) fn new(n: usize, dims: &[usize], gate_up: bool, tiles: Tiles, n_experts: usize) -> Matrix {
         let n_tiles = if gate_up { (n / 2).div_ceil(8) } else { n.div_ceil(16) };
         let mut column = 0;
         let parts = dims
             .iter()
             .map(|&k| {
                 column += k;
-                Part { at: 0, column: column - k, k }
+                Part { at: 0, scales_at: 0, column: column - k, k }
             })
             .collect();
-        Matrix { parts, n_tiles, n, gate_up }
+        Matrix { parts, n_tiles, n, gate_up, tiles, n_experts }
     }
 
-    pub(super) fn part_bytes(&self, part: &Part) -> usize {
-        self.n_tiles * Matrix::tile_bytes(part.k)
+    pub(super) fn plain(n: usize, dims: &[usize]) -> Matrix {
+        Matrix::new(n, dims, false, Tiles::Bf16, 1)
     }
 
     /// A tile of 16 rows.
-    pub(super) fn tile_bytes(k: usize) -> usize {
-        k.div_ceil(32) * 1024
+    pub(super) fn tile_bytes(&self, part: &Part) -> usize {
+        let (columns, bytes) = self.tiles.unit();
+        part.k.div_ceil(columns) * bytes
+    }
+
+    /// Blocks of one expert.
+    pub(super) fn part_bytes(&self, part: &Part) -> usize {
+        self.n_tiles * self.tile_bytes(part)
+    }
+
+    /// Scales of one expert beside them, 4 bytes each.
+    pub(super) fn part_scales(&self, part: &Part) -> usize {
+        match self.tiles {
+            Tiles::Bf16 | Tiles::Int4 => 0,
+            Tiles::Fp8 => self.n_tiles * part.k.div_ceil(32) * 2,
+            Tiles::Fp8Rows => self.n_tiles * 16,
+        }
+    }
+
+    /// Gives every part its place behind `start`.
+    pub(super) fn place(&mut self, start: u64) {
+        let mut at = start;
+        for i in 0..self.parts.len() {
+            let (bytes, scales) = (self.n_experts * self.part_bytes(&self.parts[i]), self.n_experts * self.part_scales(&self.parts[i]));
+            (self.parts[i].at, self.parts[i].scales_at) = (at, at + bytes as u64);
+            at += (bytes + 4 * scales).next_multiple_of(256) as u64;
+        }
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.parts.iter().map(|p| self.part_bytes(p)).sum()
+        let part = |p: &Part| (self.n_experts * (self.part_bytes(p) + 4 * self.part_scales(p))).next_multiple_of(256);
+        self.parts.iter().map(part).sum()
     }
+
+    /// For the kernels of experts; `dim` as in params.h.
+    fn of_experts(&self, dim: usize) -> ExpertMatrix {
+        let part = &self.parts[0];
+        ExpertMatrix {
+            weights: part.at,
+            tile_scales: part.scales_at,
+            bytes: self.part_bytes(part) as u64,
+            scales: self.part_scales(part) as i32,
+            dim: dim as i32,
+        }
+    }
+}
+
+/// W_UK, transposed, and W_UV of the heads of a rank: kv_b as kernels/mla.cu reads it, bf16 whatever the checkpoint has.
+#[derive(Clone, Debug)]
+pub struct Absorbed {
+    pub(super) keys: Matrix,   // [n_heads * kv_rank, nope_dim]
+    pub(super) values: Matrix, // [n_heads * v_dim, kv_rank]
+    pub(super) n_heads: usize,
+    pub(super) dims: Latent,
 }
 
 /// Bytes of one number of a buffer.
@@ -173,7 +411,8 @@ pub fn element_bytes(kind: BufferKind) -> usize {
 /// Where everything that a launch points at lives.
 pub struct Arena {
     pub matrices: BTreeMap<WeightId, Matrix>,
-    /// Norm weights and biases, bf16.
+    pub absorbed: BTreeMap<WeightId, Absorbed>,
+    /// Norm weights and biases, bf16; biases of routers, f32.
     pub vectors: BTreeMap<WeightId, u64>,
     /// By buffer name.
     pub buffers: BTreeMap<&'static str, Memory>,
@@ -186,6 +425,9 @@ pub struct Arena {
     pub capacity: usize,
     pub drafter: Option<DraftArena>,
     pub draft_scratch: Memory,
+    /// Of each 16 rows of a pass: sums of the router, [ROUTER_SPLITS, 16, n_experts] f32, and what experts_up makes of them.
+    pub router_sums: Memory,
+    pub expert_work: Memory,
     pub attention_partials: Memory,
     pub attention_counters: Memory,
     pub state: Memory,
@@ -201,7 +443,8 @@ pub struct Arena {
     pub ring: u64,
 }
 
-/// Keys [layer][kv head][capacity][head_dim], values [layer][kv head][head_dim][capacity], bf16, and the rotation of their positions.
+/// Keys [layer][kv head][capacity][head_dim], values [layer][kv head][head_dim][capacity], bf16, and the rotation of their positions. A latent cache has
+/// keys only: [layer][capacity][kv_rank + rope_dim].
 pub struct Cache {
     pub keys: Memory,
     pub values: Memory,
@@ -210,11 +453,18 @@ pub struct Cache {
 }
 
 impl Cache {
-    pub fn new(gpu: &Gpu, bytes: usize, rope: &Rope, head_dim: usize) -> Result<Cache> {
+    /// Bytes of keys and of values.
+    pub fn bytes(kv: &KvLayout, capacity: usize) -> [usize; 2] {
+        [kv.head_dim, kv.value_dim].map(|dim| 2 * kv.n_layers * kv.n_kv_heads * dim * capacity)
+    }
+
+    /// `rope_dim` numbers of a key are rotated.
+    pub fn new(gpu: &Gpu, kv: &KvLayout, capacity: usize, rope: &Rope, rope_dim: usize) -> Result<Cache> {
+        let [keys, values] = Cache::bytes(kv, capacity);
         Ok(Cache {
-            keys: gpu.allocate(bytes)?,
-            values: gpu.allocate(bytes)?,
-            inverse_frequencies: gpu.store(&rope.inverse_frequencies(head_dim))?,
+            keys: gpu.allocate(keys)?,
+            values: gpu.allocate(values)?,
+            inverse_frequencies: gpu.store(&rope.inverse_frequencies(rope_dim))?,
             rope_factor: rope.attention_factor(),
         })
     }
@@ -249,10 +499,17 @@ fn attention_columns(rows: usize, group: usize) -> usize {
     }
 }
 
-/// Floats of the attention partials that a pass of `rows` over `chunks` chunks writes.
-pub fn attention_partial_floats(rows: usize, n_heads: usize, n_kv_heads: usize, head_dim: usize, chunks: usize) -> usize {
-    let columns = attention_columns(rows, n_heads / n_kv_heads);
-    n_kv_heads * chunks * (rows * n_heads / n_kv_heads).div_ceil(columns) * columns * (head_dim + 2)
+/// Floats of the partials, and counters, that a step of attention in a pass of `rows` over `chunks` chunks has.
+pub fn attention_scratch(step: &Step, rows: usize, chunks: usize) -> [usize; 2] {
+    match step {
+        Step::Attention(a) => {
+            let group = a.n_heads / a.n_kv_heads;
+            let columns = attention_columns(rows, group);
+            [a.n_kv_heads * chunks * (rows * group).div_ceil(columns) * columns * (a.head_dim + 2), a.n_kv_heads * MAX_WIDTH * a.n_heads]
+        }
+        Step::LatentAttend(a) => [chunks * rows * a.n_heads * (a.dims.kv_rank + 2), 0],
+        _ => [0, 0],
+    }
 }
 
 /// Who makes the normalised rows that the linear layers of a plan read.
@@ -261,6 +518,19 @@ pub struct Norms {
     next: Vec<Option<WeightId>>,
     /// Inputs (step, input) whose rows nobody prepared: a kernel of its own does.
     apart: BTreeSet<(usize, usize)>,
+}
+
+impl Norms {
+    /// Step `i` reads `input` as its number `j`.
+    fn read(&mut self, i: usize, j: usize, input: &Input, writer: &BTreeMap<BufferId, usize>) {
+        let Some(norm) = input.norm else { return };
+        match writer.get(&input.x) {
+            Some(&w) if self.next[w].is_none_or(|n| n == norm) => self.next[w] = Some(norm),
+            _ => {
+                self.apart.insert((i, j));
+            }
+        }
+    }
 }
 
 /// The last writer of a buffer prepares it for the first norm that reads it. A buffer that is read through two different norms, or written
@@ -275,13 +545,7 @@ pub fn norms(plan: &Plan) -> Norms {
             }
             Step::Linear(l) => {
                 for (j, input) in l.inputs.iter().enumerate() {
-                    let Some(norm) = input.norm else { continue };
-                    match writer.get(&input.x) {
-                        Some(&w) if norms.next[w].is_none_or(|n| n == norm) => norms.next[w] = Some(norm),
-                        _ => {
-                            norms.apart.insert((i, j));
-                        }
-                    }
+                    norms.read(i, j, input, &writer);
                 }
                 match l.epilogue {
                     Epilogue::Store { out } | Epilogue::Residual { x: out, .. } => {
@@ -290,17 +554,21 @@ pub fn norms(plan: &Plan) -> Norms {
                     Epilogue::SiluMul { .. } | Epilogue::Partial { .. } | Epilogue::Logits { .. } => {}
                 }
             }
+            Step::Router(Router { input, .. }) | Step::ExpertsUp(Mixture { input, .. }) => norms.read(i, 0, input, &writer),
+            Step::ExpertsDown(m) => {
+                if let Epilogue::Residual { x, .. } = m.epilogue {
+                    writer.insert(x, i);
+                }
+            }
             Step::Norm { out, .. } | Step::Select { out, .. } => {
                 writer.remove(out);
             }
-            Step::Attention(_) | Step::Accept { .. } | Step::DraftToken { .. } => {}
-            // Refused when the machine is made.
-            Step::LatentQuery(_)
+            Step::Attention(_)
+            | Step::LatentQuery(_)
             | Step::LatentAttend(_)
             | Step::LatentValue(_)
-            | Step::Router(_)
-            | Step::ExpertsUp(_)
-            | Step::ExpertsDown(_) => {}
+            | Step::Accept { .. }
+            | Step::DraftToken { .. } => {}
         }
     }
     norms
@@ -322,6 +590,18 @@ pub fn linear_blocks(groups: usize, n_sms: usize) -> usize {
     groups.min(2 * n_sms)
 }
 
+/// The runs of rows that kernels for up to `MAX_WIDTH` rows take: first row and number. Those behind the rows in use find nothing to do.
+fn slabs(rows: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..rows).step_by(MAX_WIDTH).map(move |first| (first, MAX_WIDTH.min(rows - first)))
+}
+
+/// Moves an address on by so many numbers; what is absent stays so.
+fn skip(at: &mut u64, numbers: usize, bytes: usize) {
+    if *at != 0 {
+        *at += (numbers * bytes) as u64;
+    }
+}
+
 /// A pass being launched: on the stream, or into a capture.
 pub struct Launcher<'a> {
     pub gpu: &'a Gpu,
@@ -331,6 +611,8 @@ pub struct Launcher<'a> {
     pub norms: &'a Norms,
     /// To the other ranks, if there are any.
     pub link: Option<&'a Link>,
+    /// Of a rank measured alone: how long a sum over ranks is on its way.
+    pub comm_us: f64,
     /// The launch before was a collective whose successor must not start early.
     pub full_edge: Cell<bool>,
     /// KV chunks that the pass covers: its positions are below the end of the last.
@@ -451,14 +733,10 @@ impl Launcher<'_> {
             Step::DraftToken { logits, vocab, draft } => self.draft_token(*logits, *vocab, *draft),
             Step::AllReduce { partial, x, dim, bias, tap } => self.all_reduce(i, *partial, *x, *dim, *bias, *tap),
             Step::Norm { x, column, weight, out, dim } => self.norm(*x, *column, *weight, *out, *dim),
-            Step::LatentQuery(_)
-            | Step::LatentAttend(_)
-            | Step::LatentValue(_)
-            | Step::Router(_)
-            | Step::ExpertsUp(_)
-            | Step::ExpertsDown(_) => {
-                bail!("no kernel for it yet")
-            }
+            Step::LatentQuery(a) | Step::LatentAttend(a) | Step::LatentValue(a) => self.latent(&self.plan.steps[i], a),
+            Step::Router(router) => self.router(i, router),
+            Step::ExpertsUp(mixture) => self.experts_up(i, mixture),
+            Step::ExpertsDown(mixture) => self.experts_down(i, mixture),
         }
     }
 
@@ -476,7 +754,12 @@ impl Launcher<'_> {
             eps: plan.norm_eps,
             ..NormParams::zeroed()
         };
-        let kernel = &self.kernels.norm_step[(plan.buffer(x).kind != BufferKind::Stream) as usize];
+        let kernel = match [x, out].map(|id| plan.buffer(id).kind == BufferKind::Stream) {
+            [true, true] => &self.kernels.norm_step[0],
+            [false, false] => &self.kernels.norm_step[1],
+            [false, true] => &self.kernels.norm_step[2],
+            [true, false] => bail!("no kernel takes a stream to bf16"),
+        };
         self.launch(kernel, (rows.div_ceil(NORM_ROWS), 1, 1), 256, 0, &params)
     }
 
@@ -502,7 +785,7 @@ impl Launcher<'_> {
     }
 
     fn all_reduce(&self, step: usize, partial: BufferId, x: BufferId, dim: usize, bias: Option<WeightId>, tap: Option<Tap>) -> Result<()> {
-        let (plan, arena, link) = (self.plan, self.arena, self.link()?);
+        let (plan, arena) = (self.plan, self.arena);
         let rows = self.rows_of(x);
         let (next_norm, normed, squares) = self.prepared(step, x);
         let mut sum = AllReduce {
@@ -521,6 +804,25 @@ impl Launcher<'_> {
             sum.tap = arena.buffer(plan, tap.out) + 2 * tap.column as u64;
             sum.tap_stride = plan.buffer(tap.out).dim;
         }
+        let Some(link) = self.link else {
+            let params = AllReduceParams {
+                comm: CommRanks { ranks: 1, ..CommRanks::zeroed() },
+                partial: sum.partial,
+                x: sum.x,
+                bias: sum.bias,
+                tap: sum.tap,
+                next_norm,
+                normed,
+                squares,
+                n_rows: sum.n_rows,
+                rows: rows as i32,
+                dim: dim as i32,
+                tap_stride: sum.tap_stride as i32,
+                wait_ns: (1e3 * self.comm_us) as i32,
+            };
+            let blocks = (rows * dim / 8).div_ceil(256).min(self.gpu.info().n_sms);
+            return self.launch(&self.kernels.all_reduce_timed, (blocks, 1, 1), 256, 0, &params);
+        };
         // In errors it is the layer whose sum is waited for.
         link.all_reduce_norm(&plan.steps[step - 1].name(), &sum)?;
         self.full_edge.set(link.shared);
@@ -586,53 +888,14 @@ impl Launcher<'_> {
         ensure!(linear.inputs.len() <= 2 && linear.inputs.len() == matrix.parts.len(), "{} inputs", linear.inputs.len());
         let mut part = [LinearPart::zeroed(); 2];
         for (i, input) in linear.inputs.iter().enumerate() {
-            let k_blocks = input.dim.div_ceil(32);
-            let segment_blocks = k_blocks.div_ceil(32);
-            let buffer = plan.buffer(input.x);
-            part[i] = LinearPart {
-                weights: matrix.parts[i].at,
-                scales: 0,
-                x: arena.buffer(plan, input.x),
-                squares: 0,
-                inv: 0,
-                k: input.dim as i32,
-                x_stride: buffer.dim as i32,
-                segment_blocks: segment_blocks as u16,
-                n_segments: k_blocks.div_ceil(segment_blocks) as u16,
-                eps: plan.norm_eps,
-            };
-            let Some(norm) = input.norm else {
-                ensure!(buffer.kind != BufferKind::Stream, "{} is read without a norm", buffer.name);
-                continue;
-            };
-            let (normed, squares) = (arena.normed[buffer.name].at(0), arena.squares[buffer.name].at(0));
-            if self.prefills() || self.norms.apart.contains(&(step, i)) {
-                let params = NormParams {
-                    x: part[i].x,
-                    norm: arena.vectors[&norm],
-                    normed,
-                    inv: arena.inverse_rms[buffer.name].at(0),
-                    squares,
-                    n_rows,
-                    rows: rows as i32,
-                    k: input.dim as i32,
-                    x_stride: part[i].x_stride,
-                    normed_stride: input.dim as i32,
-                    eps: plan.norm_eps,
-                    pad: 0,
-                };
-                let kernel = &self.kernels.norm_rows[(buffer.kind != BufferKind::Stream) as usize];
-                self.launch(kernel, (rows.div_ceil(NORM_ROWS), 1, 1), 256, 0, &params)?;
-                part[i].inv = params.inv;
-            }
-            part[i].x = normed;
-            part[i].x_stride = input.dim as i32;
-            part[i].squares = squares;
+            let weights = LinearPart { weights: matrix.parts[i].at, scales: matrix.parts[i].scales_at, ..LinearPart::zeroed() };
+            part[i] = self.input(step, i, input, rows, matrix.tiles, weights)?;
         }
         let mut params = LinearParams {
             part,
             bias: linear.bias.map_or(0, |id| arena.vectors[&id]),
             n_rows,
+            row_scales: if matrix.tiles == Tiles::Fp8Rows { matrix.parts[0].scales_at } else { 0 },
             n_parts: linear.inputs.len() as i32,
             n: linear.n as i32,
             n_tiles: matrix.n_tiles as i32,
@@ -667,15 +930,77 @@ impl Launcher<'_> {
         }
         params.out_stride = plan.buffer(out).dim as i32;
         (params.next_norm, params.normed, params.squares) = self.prepared(step, out);
-        let two = linear.inputs.len() == 2;
-        if rows > MAX_WIDTH {
+        self.linear_rows(matrix, params)
+    }
+
+    /// The kernels of a linear layer, for any number of rows: what has none for many goes in slabs of `MAX_WIDTH`.
+    fn linear_rows(&self, matrix: &Matrix, params: LinearParams) -> Result<()> {
+        let (rows, two) = (params.rows as usize, params.n_parts == 2);
+        if rows > MAX_WIDTH && matrix.tiles == Tiles::Bf16 {
             let variant = if two { &self.kernels.linear_prefill_two } else { &self.kernels.linear_prefill[(rows > 256) as usize] };
             let grid = (rows.div_ceil(variant.m), matrix.n_tiles.div_ceil(variant.n / 16), 1);
             return self.launch(&variant.kernel, grid, variant.threads, PREFILL_SHARED, &params);
         }
-        let skinny = self.kernels.linear.iter().find(|v| v.columns == rows.div_ceil(8)).context("no variant")?;
-        let variant = if two { &self.kernels.linear_two } else { skinny };
-        self.launch(&variant.kernel, (self.blocks(matrix.n_tiles), 1, 1), variant.threads, 0, &params)
+        for (first, n) in slabs(rows) {
+            let is_variant = |v: &&LinearVariant| v.tiles == matrix.tiles && v.columns == n.div_ceil(8);
+            let skinny = self.kernels.linear.iter().find(is_variant).context("no variant")?;
+            let variant = if two { &self.kernels.linear_two } else { skinny };
+            let mut slab = LinearParams { rows: n as i32, first_row: first as i32, ..params };
+            for part in &mut slab.part {
+                skip(&mut part.x, first * part.x_stride as usize, 2);
+                skip(&mut part.squares, first * (part.x_stride as usize).div_ceil(16), 4);
+            }
+            skip(&mut slab.out, first * slab.out_stride as usize, 2);
+            skip(&mut slab.stream, first * slab.out_stride as usize, 4);
+            skip(&mut slab.logits, first * slab.out_stride as usize, 4);
+            skip(&mut slab.tap, first * slab.tap_stride as usize, 2);
+            self.launch(&variant.kernel, (self.blocks(matrix.n_tiles), 1, 1), variant.threads, 0, &slab)?;
+        }
+        Ok(())
+    }
+
+    /// What a linear layer of `rows` reads, input number `i` of a step: with a norm, the rows that their writer or a kernel of its own has prepared.
+    fn input(&self, step: usize, i: usize, input: &Input, rows: usize, tiles: Tiles, weights: LinearPart) -> Result<LinearPart> {
+        let (unit_columns, _) = tiles.unit();
+        let (plan, arena) = (self.plan, self.arena);
+        let units = input.dim.div_ceil(unit_columns);
+        let segment_units = units.div_ceil(32);
+        let buffer = plan.buffer(input.x);
+        let mut part = LinearPart {
+            x: arena.buffer(plan, input.x),
+            k: input.dim as i32,
+            x_stride: buffer.dim as i32,
+            segment_blocks: segment_units as u16,
+            n_segments: units.div_ceil(segment_units) as u16,
+            ..weights
+        };
+        let Some(norm) = input.norm else {
+            ensure!(buffer.kind != BufferKind::Stream, "{} is read without a norm", buffer.name);
+            return Ok(part);
+        };
+        part.eps = plan.eps(norm);
+        let (normed, squares) = (arena.normed[buffer.name].at(0), arena.squares[buffer.name].at(0));
+        if self.prefills() || self.norms.apart.contains(&(step, i)) {
+            let params = NormParams {
+                x: part.x,
+                norm: arena.vectors[&norm],
+                normed,
+                inv: arena.inverse_rms[buffer.name].at(0),
+                squares,
+                n_rows: self.n_rows(rows)?,
+                rows: rows as i32,
+                k: part.k,
+                x_stride: part.x_stride,
+                normed_stride: part.k,
+                eps: part.eps,
+                pad: 0,
+            };
+            let kernel = &self.kernels.norm_rows[(buffer.kind != BufferKind::Stream) as usize];
+            self.launch(kernel, (rows.div_ceil(NORM_ROWS), 1, 1), 256, 0, &params)?;
+            (part.inv, part.x_stride) = (params.inv, part.k);
+        }
+        (part.x, part.squares) = (normed, squares);
+        Ok(part)
     }
 
     /// Blocks of a skinny linear kernel over `n_tiles` tiles.
@@ -687,15 +1012,7 @@ impl Launcher<'_> {
         let (plan, arena) = (self.plan, self.arena);
         let rows = self.rows_of(a.out);
         let layer_bytes = 2 * a.n_kv_heads * arena.capacity * a.head_dim;
-        let cache = match a.owner {
-            Owner::Target => &arena.cache,
-            Owner::Drafter => &arena.drafter.as_ref().context("no drafter is loaded")?.cache,
-        };
-        let length = match a.tokens {
-            Tokens::Pass => arena.state(state_offset!(length)),
-            Tokens::Next => self.draft(std::mem::offset_of!(DraftRows, start))?,
-            Tokens::Draft(n) => self.draft(std::mem::offset_of!(DraftRows, positions) + 4 * n)?,
-        };
+        let cache = self.cache(a.owner)?;
         let params = AttentionParams {
             qkv: arena.buffer(plan, a.qkv),
             out: arena.buffer(plan, a.out),
@@ -706,7 +1023,7 @@ impl Launcher<'_> {
             inv_freq: cache.inverse_frequencies.at(0),
             partials: arena.attention_partials.at(0),
             counters: arena.attention_counters.at(0),
-            length,
+            length: self.length(a.tokens)?,
             rows: self.n_rows(rows)?,
             n_heads: a.n_heads as i32,
             n_kv_heads: a.n_kv_heads as i32,
@@ -728,6 +1045,194 @@ impl Launcher<'_> {
         let columns = attention_columns(rows, group);
         let kernel = self.kernels.attention_decode.iter().find(|k| k.0 == a.head_dim && k.1 == columns).with_context(missing)?;
         self.launch(&kernel.2, (self.chunks, a.n_kv_heads, (rows * group).div_ceil(columns)), 256, 0, &params)
+    }
+
+    /// Where the device keeps the position of row 0.
+    fn length(&self, tokens: Tokens) -> Result<u64> {
+        match tokens {
+            Tokens::Pass => Ok(self.arena.state(state_offset!(length))),
+            Tokens::Next => self.draft(std::mem::offset_of!(DraftRows, start)),
+            Tokens::Draft(n) => self.draft(std::mem::offset_of!(DraftRows, positions) + 4 * n),
+        }
+    }
+
+    fn cache(&self, owner: Owner) -> Result<&Cache> {
+        match owner {
+            Owner::Target => Ok(&self.arena.cache),
+            Owner::Drafter => Ok(&self.arena.drafter.as_ref().context("no drafter is loaded")?.cache),
+        }
+    }
+
+    /// One of the three steps of latent attention. Slabs share the memory of partials: what one leaves is folded before the next attends.
+    fn latent(&self, step: &Step, a: &LatentAttention) -> Result<()> {
+        let (plan, arena, d) = (self.plan, self.arena, a.dims);
+        let rows = self.rows_of(a.out);
+        let cache = self.cache(a.owner)?;
+        let absorbed = &arena.absorbed[&a.kv_b];
+        let at = |id: BufferId, first: usize| arena.buffer(plan, id) + (2 * first * plan.buffer(id).dim) as u64;
+        let kernels = self.kernels.latents.iter().find(|k| k.dims == [d.kv_rank, d.rope_dim]).context("no kernels for these latents")?;
+        for (first, n) in slabs(rows) {
+            let params = LatentParams {
+                latents: at(a.latents, first),
+                q: at(a.q, first),
+                absorbed: at(a.absorbed, first),
+                attended: at(a.attended, first),
+                out: at(a.out, first),
+                cache: cache.keys.at(2 * a.layer * arena.capacity * d.row_dim()),
+                w_uk: absorbed.keys.parts[0].at,
+                w_uv: absorbed.values.parts[0].at,
+                kv_norm: arena.vectors[&a.kv_norm],
+                inv_freq: cache.inverse_frequencies.at(0),
+                partials: arena.attention_partials.at(0),
+                length: self.length(a.tokens)?,
+                rows: self.n_rows(rows)?,
+                q_rank: d.q_rank as i32,
+                latents_stride: plan.buffer(a.latents).dim as i32,
+                n_heads: a.n_heads as i32,
+                kv_rank: d.kv_rank as i32,
+                nope_dim: d.nope_dim as i32,
+                rope_dim: d.rope_dim as i32,
+                v_dim: d.v_dim as i32,
+                max_rows: n as i32,
+                scale: a.scale,
+                rope_factor: cache.rope_factor,
+                norm_eps: plan.eps(a.kv_norm),
+                first_row: first as i32,
+            };
+            let attend = || self.launch(&kernels.attend, (self.chunks, (n * a.n_heads).div_ceil(16), 1), 256, 0, &params);
+            match step {
+                Step::LatentQuery(_) => {
+                    let tasks = a.n_heads * d.kv_rank / 16 + n * (a.n_heads + 1);
+                    let blocks = tasks.div_ceil(8).min(2 * self.gpu.info().n_sms);
+                    self.launch(&self.kernels.latent_query, (blocks, 1, 1), 256, 0, &params)?;
+                }
+                Step::LatentAttend(_) if rows > MAX_WIDTH => {}
+                Step::LatentAttend(_) => attend()?,
+                _ => {
+                    if rows > MAX_WIDTH {
+                        attend()?;
+                    }
+                    self.launch(&kernels.value, (a.n_heads, n.div_ceil(VALUE_ROWS), 1), 256, 0, &params)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Sums of the router's weights, slab by slab; experts_up makes choices of them.
+    fn router(&self, step: usize, router: &Router) -> Result<()> {
+        let rows = self.rows_of(router.routes);
+        let n_experts = router.routing.n_experts;
+        let input = self.input(step, 0, &router.input, rows, Tiles::Bf16, LinearPart::zeroed())?;
+        for (first, n) in slabs(rows) {
+            let params = RouterParams {
+                weights: self.arena.matrices[&router.weight].parts[0].at,
+                x: input.x + (2 * first * input.x_stride as usize) as u64,
+                sums: self.router_sums(first, n_experts),
+                n_rows: self.n_rows(rows)?,
+                k: input.k,
+                x_stride: input.x_stride,
+                n_experts: n_experts as i32,
+                rows: n as i32,
+                first_row: first as i32,
+                pad: 0,
+            };
+            self.launch(&self.kernels.router[(n > 8) as usize], (n_experts.div_ceil(16), ROUTER_SPLITS, 1), 512, 0, &params)?;
+        }
+        Ok(())
+    }
+
+    fn router_sums(&self, first: usize, n_experts: usize) -> u64 {
+        self.arena.router_sums.at(4 * first * ROUTER_SPLITS * n_experts)
+    }
+
+    /// What experts_up chooses for the slab whose first row is `first`.
+    fn expert_work(&self, first: usize) -> u64 {
+        self.arena.expert_work.at(first / MAX_WIDTH * EXPERT_WORK_BYTES)
+    }
+
+    /// What both sides of a mixture have in common, with the matrices of the one that `up` names.
+    fn experts(&self, m: &Mixture, up: bool) -> Result<(&ExpertKernels, ExpertParams)> {
+        let matrices = &self.arena.matrices;
+        let side = |of: WeightId, dim: usize| matrices[&of].of_experts(dim);
+        let routed = if up { m.gate_up } else { m.down };
+        let shared = m.shared.as_ref().map(|s| (if up { s.gate_up } else { s.down }, s.dim));
+        let tiles = [Some(matrices[&routed].tiles), shared.map(|(id, _)| matrices[&id].tiles)];
+        let fits = |k: &&ExpertKernels| k.tiles.iter().zip(tiles).all(|(k, tiles)| tiles.is_none_or(|tiles| tiles == *k));
+        let params = ExpertParams {
+            routed: side(routed, m.expert_dim),
+            shared: shared.map_or(ExpertMatrix::zeroed(), |(id, dim)| side(id, dim)),
+            route: RouteParams { n_rows: self.n_rows(self.rows_of(m.act))?, top_k: m.top_k as i32, ..RouteParams::zeroed() },
+            n: m.n as i32,
+            ..ExpertParams::zeroed()
+        };
+        Ok((self.kernels.experts.iter().find(fits).context("no kernels for experts stored like this")?, params))
+    }
+
+    fn experts_up(&self, step: usize, m: &Mixture) -> Result<()> {
+        let (plan, arena) = (self.plan, self.arena);
+        let rows = self.rows_of(m.act);
+        let input = self.input(step, 0, &m.input, rows, Tiles::Bf16, LinearPart::zeroed())?;
+        let (kernels, mut params) = self.experts(m, true)?;
+        (params.k, params.x_stride, params.eps) = (input.k, input.x_stride, input.eps);
+        params.act_stride = plan.buffer(m.act).dim as i32;
+        let router = plan.steps[..step].iter().rev().find_map(|step| match step {
+            Step::Router(router) => Some(router),
+            _ => None,
+        });
+        let router = router.context("experts without a router")?;
+        let routing = &router.routing;
+        params.route.bias = router.bias.map_or(0, |id| arena.vectors[&id]);
+        params.route.n_experts = routing.n_experts as i32;
+        params.route.n_groups = routing.n_groups as i32;
+        params.route.top_groups = routing.top_groups as i32;
+        params.route.softmax = (routing.scoring == Scoring::Softmax) as i32;
+        params.route.normalised = routing.normalised as i32;
+        params.route.scale = routing.scale;
+        for (first, n) in slabs(rows) {
+            let groups = (n * m.top_k).min(m.n_experts) * m.expert_dim.div_ceil(8) + m.shared_dim().div_ceil(8);
+            params.route.sums = self.router_sums(first, m.n_experts);
+            params.route.work = self.expert_work(first);
+            params.route.first_row = first as i32;
+            params.x = input.x + (2 * first * input.x_stride as usize) as u64;
+            params.squares = input.squares + (4 * first * (input.k as usize / 16)) as u64;
+            params.act = arena.buffer(plan, m.act) + (2 * first * plan.buffer(m.act).dim) as u64;
+            params.rows = n as i32;
+            self.launch(&kernels.up[(n > 8) as usize], (self.blocks(groups), 1, 1), 512, 0, &params)?;
+        }
+        Ok(())
+    }
+
+    fn experts_down(&self, step: usize, m: &Mixture) -> Result<()> {
+        let (plan, arena) = (self.plan, self.arena);
+        let rows = self.rows_of(m.act);
+        let (kernels, mut params) = self.experts(m, false)?;
+        params.x = arena.buffer(plan, m.act);
+        params.x_stride = plan.buffer(m.act).dim as i32;
+        match m.epilogue {
+            Epilogue::Residual { x, tap } => {
+                params.stream = arena.buffer(plan, x);
+                if let Some(tap) = tap {
+                    params.tap = arena.buffer(plan, tap.out) + 2 * tap.column as u64;
+                    params.tap_stride = plan.buffer(tap.out).dim as i32;
+                }
+                (params.next_norm, params.normed, params.squares_out) = self.prepared(step, x);
+            }
+            Epilogue::Partial { out } => params.partial = arena.buffer(plan, out),
+            Epilogue::Store { .. } | Epilogue::SiluMul { .. } | Epilogue::Logits { .. } => bail!("experts end in the residual stream"),
+        }
+        for (first, n) in slabs(rows) {
+            let route = RouteParams { work: self.expert_work(first), first_row: first as i32, ..params.route };
+            let mut slab = ExpertParams { route, rows: n as i32, ..params };
+            skip(&mut slab.x, first * params.x_stride as usize, 2);
+            skip(&mut slab.stream, first * m.n, 4);
+            skip(&mut slab.partial, first * m.n, 2);
+            skip(&mut slab.tap, first * params.tap_stride as usize, 2);
+            let wide = n > 8;
+            let blocks = if wide { m.n / 16 } else { m.n.div_ceil(32) };
+            self.launch(&kernels.down[wide as usize], (blocks, 1, 1), 512, 0, &slab)?;
+        }
+        Ok(())
     }
 
     fn accept(&self, logits: BufferId, vocab: usize, first_id: usize) -> Result<()> {

@@ -5,11 +5,13 @@
 //! and so choose alike. The kernels are those of kernels/comm.cuh; what runs between ranks otherwise is in comm.rs.
 use super::comm::{self, Algorithm, AllReduce, Choice, Exchange, FaultKind, Link, Place};
 use super::device::{Gpu, Kernel, Launch, Memory, Pinned};
-use super::machine::WIDTHS;
+use super::machine::{STORAGE, WIDTHS};
 use super::nccl;
 use super::params::*;
+use crate::decode::MAX_DRAFTS;
 use crate::error::machine;
-use crate::model::plan::PREFILL_ROWS;
+use crate::model::config::Config;
+use crate::model::plan::{self, Drafter, Pass, Ranks, PREFILL_ROWS};
 use anyhow::{Context, Result};
 use half::bf16;
 use serde::{Deserialize, Serialize};
@@ -24,6 +26,10 @@ use std::time::Duration;
 pub struct Collectives {
     /// None: what is fastest.
     pub algorithm: Option<Algorithm>,
+    /// Whether every rank has all of attention; None: where `tune` finds sums to take longer than reading it.
+    pub whole_attention: Option<bool>,
+    /// Whether ranks divide the layer of a drafter that can be divided; None: where that is faster. The text is the same.
+    pub split_drafter: Option<bool>,
     /// The NCCL library; None: where the system finds it.
     pub nccl: Option<PathBuf>,
     /// An error instead of a slower way where GPUs do not reach each other's memory.
@@ -52,9 +58,17 @@ pub struct Found {
     pub tuned: Vec<Tuned>,
     pub failed: Vec<Failed>,
     pub cached: bool,
+    /// What attention costs divided and whole; None where sums were not timed.
+    pub attention: Option<AttentionCost>,
 }
 
 impl Found {
+    /// Microseconds of a sum of one row in a graph; None where sums were not timed.
+    fn sum_us(&self) -> Option<f64> {
+        let tuned = self.tuned.first()?;
+        tuned.times.iter().find(|(choice, _)| *choice == tuned.choice).map(|(_, us)| *us)
+    }
+
     pub fn bad_pairs(&self) -> impl Iterator<Item = &Pair> {
         self.pairs.iter().filter(|pair| !pair.state().is_good())
     }
@@ -181,6 +195,73 @@ impl fmt::Display for Tuned {
     }
 }
 
+/// Of a layer, at one row and `DEPTH` rows in the cache.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionCost {
+    /// Of the sum over ranks behind divided attention.
+    pub sum_us: f64,
+    /// Of reading what the other ranks would have of its weights and cache.
+    pub read_us: f64,
+    pub fits: bool,
+}
+
+/// A short conversation.
+const DEPTH: usize = 2048;
+/// Sums over ranks that are well take 4 us (NVLink, measured) to 20 us (eight GPUs on PCIe, published); a machine is only given up, and the text another one, beyond.
+const SLOW_SUM_US: f64 = 40.0;
+/// The time of a sum is measured, that of reading comes from the memory's clock, and prompts take longer: whole attention must promise more.
+const PROMISE: f64 = 1.5;
+
+impl AttentionCost {
+    pub fn is_whole(&self) -> bool {
+        self.fits && self.sum_us > SLOW_SUM_US.max(PROMISE * self.read_us)
+    }
+}
+
+impl fmt::Display for AttentionCost {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let how = match self.is_whole() {
+            true => "whole on every rank",
+            false if self.fits => "divided",
+            false => "divided: all of it does not fit",
+        };
+        write!(f, "{how}: a layer's sum takes {:.1} us, reading the other ranks' part {:.1} us", self.sum_us, self.read_us)
+    }
+}
+
+/// Whether every rank should have all of the attention of a model, with room for `context` tokens. All ranks at the same time, behind `settle`, which found `found`.
+pub fn attention(link: &Link, config: &Config, context: usize, found: &Found) -> Result<Option<AttentionCost>> {
+    let Some(sum_us) = found.sum_us().filter(|_| !link.shared) else { return Ok(None) };
+    let (ranks, rate) = (link.as_ranks(), link.gpu().info().memory_rate());
+    // Where heads cannot be divided there is nothing to choose.
+    let plan = |whole_attention| plan::target(config, Pass::Verify { width: 1 }, Ranks { whole_attention, ..ranks }, &[]);
+    let (Ok(divided), Ok(whole)) = (plan(false), plan(true)) else { return Ok(None) };
+    // What a pass reads of a full cache is what lies in memory, the embedding and work apart.
+    let needed = whole.bytes(context, STORAGE) as f64 * 1.2;
+    let own = AttentionCost {
+        sum_us,
+        read_us: (whole.bytes(DEPTH, STORAGE) - divided.bytes(DEPTH, STORAGE)) as f64 / config.n_layers as f64 / rate.max(1.0) * 1e6,
+        fits: rate > 0.0 && needed < link.gpu().memory()?.0 as f64,
+    };
+    let all: Vec<(f64, bool)> = gathered(link, &(own.read_us, own.fits))?;
+    let read_us = all.iter().fold(0f64, |most, (us, _)| most.max(*us));
+    Ok(Some(AttentionCost { read_us, fits: all.iter().all(|(_, fits)| *fits), ..own }))
+}
+
+/// Whether a draft is made sooner when ranks divide the drafter's layer, two sums over ranks included. All ranks at the same time, as `attention`.
+pub fn splitting_pays(link: &Link, drafter: &Drafter, found: &Found) -> Result<bool> {
+    let Some(sum_us) = found.sum_us().filter(|_| !link.shared) else { return Ok(false) };
+    // Of one draft more.
+    let bytes = |ranks: Ranks| -> Result<f64> {
+        let [two, one] = [2, 1].map(|drafts| plan::drafter(drafter, Pass::Draft { width: MAX_DRAFTS + 1, drafts }, ranks));
+        Ok((two?.bytes(DEPTH, STORAGE) - one?.bytes(DEPTH, STORAGE)) as f64)
+    };
+    let saved = bytes(Ranks::ONE)? - bytes(Ranks { split_drafter: true, ..Ranks::new(link.rank, link.ranks()) })?;
+    let saved_us = saved / link.gpu().info().memory_rate() * 1e6; // infinite where nobody knows the rate
+    let pays = gathered(link, &(saved_us.is_finite() && saved_us > PROMISE * 2.0 * sum_us))?;
+    Ok(pays.into_iter().all(|pays| pays))
+}
+
 /// An algorithm that is not used.
 #[derive(Clone, Debug)]
 pub struct Failed {
@@ -205,7 +286,7 @@ pub fn settle(link: &mut Link, collectives: &Collectives, hidden: usize) -> Resu
         let is_ready = match needs_nccl {
             false => true,
             true => match open_nccl(link, collectives)? {
-                Ok(library) => link.attach_nccl(&library, &sizes(), hidden).is_ok(),
+                Ok(library) => link.attach_nccl(&library, Algorithm::Nccl, &sizes(), hidden).is_ok(),
                 Err(_) => false,
             },
         };
@@ -226,7 +307,7 @@ pub fn settle(link: &mut Link, collectives: &Collectives, hidden: usize) -> Resu
         if !link.shared {
             match open_nccl(link, collectives)? {
                 Ok(library) => {
-                    let attached = link.attach_nccl(&library, &sizes(), hidden);
+                    let attached = link.attach_nccl(&library, Algorithm::Nccl, &sizes(), hidden);
                     found.failed.extend(attached.err().map(|e| Failed { algorithm: Algorithm::Nccl, why: format!("{e:#}") }));
                 }
                 Err(e) if collectives.nccl.is_some() => return Err(e),
@@ -252,7 +333,7 @@ pub fn settle(link: &mut Link, collectives: &Collectives, hidden: usize) -> Resu
     match *algorithm {
         Some(algorithm) => {
             if algorithm.needs_nccl() {
-                link.attach_nccl(&open_nccl(link, collectives)??, &sizes(), hidden)?;
+                link.attach_nccl(&open_nccl(link, collectives)??, algorithm, &sizes(), hidden)?;
             }
             link.choose(
                 sizes().into_iter().map(|rows| (rows, Choice { algorithm, blocks: link.blocks(algorithm, rows, hidden) })).collect(),
@@ -637,14 +718,20 @@ impl Bench<'_> {
             *ms = gpu.time(|| gpu.replay(&many))? as f64;
         }
         times.sort_by(f64::total_cmp);
-        let verdict = link.check().map_or_else(|e| Verdict::GaveUp(format!("{e:#}")), |()| Verdict::Right);
+        let verdict = self.waited().unwrap_or(Verdict::Right);
         self.slowest(verdict, times[REPLAYS / 2] * 1e3 / calls)
+    }
+
+    /// What this rank waited for in vain.
+    fn waited(&self) -> Option<Verdict> {
+        let error = self.link.check().err()?;
+        Some(Verdict::GaveUp(self.link.gave_up_in(), format!("{error:#}")))
     }
 
     /// Of x after one call.
     fn verdict(&self, n: usize) -> Result<Verdict> {
-        if let Err(e) = self.link.check() {
-            return Ok(Verdict::GaveUp(format!("{e:#}")));
+        if let Some(gave_up) = self.waited() {
+            return Ok(gave_up);
         }
         let found: Vec<f32> = self.link.gpu().download(self.x.at(0), n)?;
         let is_wrong = |i: &usize| found[*i].to_bits() != self.expected[*i].to_bits();
@@ -662,16 +749,17 @@ impl Bench<'_> {
         let all = gathered(self.link, &(verdict, us))?;
         let slowest = all.iter().fold(0f64, |most, (_, us)| most.max(*us));
         Ok(match all.into_iter().map(|(verdict, _)| verdict).min() {
-            Some(Verdict::GaveUp(why) | Verdict::Wrong(why)) => Err(why),
+            Some(Verdict::GaveUp(_, why) | Verdict::Wrong(why)) => Err(why),
             _ => Ok(slowest),
         })
     }
 }
 
-/// What one rank says. The least of all ranks' counts: sums are wrong on others after one rank gave up.
+/// What one rank says. The least of all ranks' counts: sums are wrong on others after one rank gave up, and who waits for finished sums waits for a rank that waits itself.
 #[derive(PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 enum Verdict {
-    GaveUp(String),
+    /// In which phase of the collective, and the whole line.
+    GaveUp(i32, String),
     Wrong(String),
     Right,
 }
@@ -743,6 +831,21 @@ fn remember(path: &Path, key: Key, tuned: &[Tuned]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A sum over ranks goes where it costs clearly more than what goes with it.
+    #[test]
+    fn attention_is_whole_where_sums_are_slow() {
+        let cost = |sum_us, read_us, fits| AttentionCost { sum_us, read_us, fits };
+        for (cost, text) in [
+            (cost(200.0, 54.0, true), "whole on every rank: a layer's sum takes 200.0 us, reading the other ranks' part 54.0 us"),
+            (cost(4.2, 1.3, true), "divided: a layer's"),
+            (cost(45.0, 54.0, true), "divided: a layer's"),
+            (cost(45.0, 15.0, true), "whole"),
+            (cost(200.0, 54.0, false), "divided: all of it does not fit: a layer's"),
+        ] {
+            assert!(cost.to_string().starts_with(text) && cost.is_whole() == text.starts_with("whole"), "{cost}");
+        }
+    }
 
     /// Measurements that were published, and what each machine had.
     #[test]

@@ -6,7 +6,7 @@
 use super::comm::Link;
 use super::device::{Gpu, Graph, Pinned};
 use super::kernels::{
-    attention_partial_floats, element_bytes, linear_blocks, norms, Arena, Cache, Choice, DraftArena, Kernels, Launcher, Norms,
+    attention_scratch, check, element_bytes, linear_blocks, norms, Arena, Cache, Choice, DraftArena, Kernels, Launcher, Norms,
 };
 use super::params::*;
 use super::weights::{Alias, Layout, Source};
@@ -38,7 +38,7 @@ const CATCH_UP_ROWS: usize = PREFILL_ROWS[0];
 const STATE_BYTES: usize = std::mem::size_of::<State>();
 
 /// A pass that gives no record for this long has hung.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(6);
 
 #[derive(Clone)]
 pub struct Options {
@@ -50,6 +50,14 @@ pub struct Options {
     pub require_graphs: bool,
     /// For tests: captures of these passes fail.
     pub fail_capture: fn(Pass) -> bool,
+}
+
+/// One rank of several, measured by itself on one GPU: it loads that rank's share and computes with it, and its sums lack the others' shares.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Slice {
+    pub ranks: Ranks,
+    /// Microseconds that a sum over ranks is on its way; None: there is nothing to wait for, and no step for it.
+    pub comm_us: Option<f64>,
 }
 
 pub struct Machine {
@@ -66,9 +74,12 @@ pub struct Machine {
     row_counts: Pinned<i32>,
     ranks: Ranks,
     link: Option<Link>,
+    slice: Option<Slice>,
     gpu: Gpu,
     /// Context buckets in KV chunks, ascending; the last covers the capacity.
     buckets: Vec<usize>,
+    /// Some attention is latent: chunks are those of kernels/mla.cu.
+    latent: bool,
     /// Passes queued since start; the record of pass n carries n.
     passes: u32,
     /// Numbers and widths of verify passes whose record was not read.
@@ -91,6 +102,8 @@ pub struct StartTimings {
     pub capture_ms: f64,
     pub n_graphs: usize,
     pub weight_bytes: usize,
+    /// Read from the checkpoint for them.
+    pub read_bytes: usize,
     pub kv_bytes: usize,
     pub other_bytes: usize,
 }
@@ -99,6 +112,21 @@ impl Machine {
     /// One rank.
     pub fn new(gpu: Gpu, config: Config, source: Source, options: Options, progress: &mut dyn FnMut(usize, usize)) -> Result<Machine> {
         Machine::of_rank(gpu, None, config, source, options, progress)
+    }
+
+    /// One rank alone, for measurements.
+    pub fn slice(
+        gpu: Gpu,
+        slice: Slice,
+        config: Config,
+        source: Source,
+        options: Options,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Machine> {
+        let (require_graphs, fail_capture) = (options.require_graphs, options.fail_capture);
+        let mut machine = Machine::build(gpu, &mut None, Some(slice), config, source, options, progress)?;
+        machine.capture(require_graphs, fail_capture).context("capture")?;
+        Ok(machine)
     }
 
     /// One of several ranks: as many threads build theirs at the same time.
@@ -114,118 +142,139 @@ impl Machine {
         let fail = |link: &Option<Link>, e: &anyhow::Error| link.iter().for_each(|link| link.fail(&format!("{e:#}")));
         let require_graphs = options.require_graphs;
         let fail_capture = options.fail_capture;
-        let mut machine = Machine::build(gpu, &mut link, config, source, options, progress).inspect_err(|e| fail(&link, e))?;
-        machine.capture(require_graphs, fail_capture).inspect_err(|e| fail(&machine.link, e)).context("capture")?;
-        Ok(machine)
+        let mut machine = Machine::build(gpu, &mut link, None, config, source, options, progress).inspect_err(|e| fail(&link, e))?;
+        let captured = machine.capture(require_graphs, fail_capture).inspect_err(|e| fail(&machine.link, e)).context("capture");
+        match captured {
+            Ok(()) => Ok(machine),
+            Err(e) if machine.link.is_none() => Err(e),
+            Err(e) => {
+                machine.abandon();
+                Err(e)
+            }
+        }
+    }
+
+    /// Leaves everything to the end of the process, which is near: after the failure of one of several ranks a call that frees memory may wait, in the driver, for a
+    /// kernel of any GPU that reaches it.
+    pub(super) fn abandon(self) {
+        std::mem::forget(self);
     }
 
     /// Everything but the graphs. The link stays where it is until nothing can fail.
     fn build(
         gpu: Gpu,
         link: &mut Option<Link>,
+        slice: Option<Slice>,
         config: Config,
         source: Source,
         mut options: Options,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Machine> {
-        let unsupported = [
-            (config.latent.is_some(), "latent attention"),
-            (config.experts.is_some(), "experts"),
-            (config.quant.is_some(), "quantised weights"),
-        ];
-        if let Some((_, what)) = unsupported.iter().find(|(has, _)| *has) {
-            bail!("{}: the GPU backend has no kernels for {what} yet; use --device cpu", config.arch);
-        }
-        let ranks = link.as_ref().map_or(Ranks::ONE, |link| Ranks { rank: link.rank, count: link.ranks() });
+        let ranks = slice.map(|slice| slice.ranks).or(link.as_ref().map(Link::as_ranks)).unwrap_or(Ranks::ONE);
         let drafter = options.drafter.take();
         let taps = drafter.as_ref().map_or(&[][..], |d| &d.shape.taps);
         let passes = WIDTHS.map(|width| Pass::Verify { width }).into_iter().chain(PREFILL_ROWS.map(|rows| Pass::Prefill { rows }));
         let mut plans = BTreeMap::new();
         for pass in passes {
-            plans.insert(pass, plan::target(&config, pass, ranks, taps)?);
+            let plan = plan::target(&config, pass, ranks, taps)?;
+            let plan = match slice {
+                Some(slice) => plan.alone(slice.comm_us.is_some()),
+                None => plan,
+            };
+            plans.insert(pass, plan);
         }
         if let Some(d) = &drafter {
             let prefill = PREFILL_ROWS.map(|rows| Pass::DraftPrefill { rows });
             let draft = (1..=MAX_DRAFTS).map(|drafts| Pass::Draft { width: MAX_DRAFTS + 1, drafts });
             for pass in prefill.into_iter().chain(draft) {
-                plans.insert(pass, plan::drafter(&d.shape, pass, Ranks::ONE)?); // whole on every rank
+                plans.insert(pass, plan::drafter(&d.shape, pass, if ranks.split_drafter { ranks } else { Ranks::ONE })?);
             }
-            if d.shape.head_dim != 64 && d.shape.head_dim != 128 {
-                let (name, dim) = (&d.name, d.shape.head_dim);
-                bail!("drafter {name}: head_dim {dim}: the GPU backend has attention kernels for 64 and 128; use --draft none");
-            }
+        }
+        for plan in plans.values() {
+            let of = match (plan.pass, &drafter) {
+                (Pass::Draft { .. } | Pass::DraftPrefill { .. }, Some(d)) => format!("drafter {}", d.name),
+                _ => config.arch.clone(),
+            };
+            plan.steps.iter().try_for_each(check).context(of)?;
         }
         let plans: BTreeMap<Pass, (Plan, Norms)> =
             plans.into_iter().map(|(pass, plan)| (pass, (norms(&plan), plan))).map(|(pass, (n, p))| (pass, (p, n))).collect();
-        if config.head_dim != 64 && config.head_dim != 128 {
-            bail!("head_dim {}: the GPU backend has attention kernels for 64 and 128; use --device cpu", config.head_dim);
-        }
-        if config.mlp_bias {
-            bail!("mlp_bias: the GPU backend has no bias for gate and up; use --device cpu");
-        }
         let shard = Shard::of(&config, ranks)?;
-        if shard.ffn_dim % 8 != 0 {
-            bail!("intermediate_size of {} over {} ranks: the GPU backend needs a multiple of 8 on each", config.ffn_dim, ranks.count);
-        }
         let capacity = (options.context + 2 * MAX_WIDTH).next_multiple_of(1024);
         let kv = plans[&Pass::Verify { width: 1 }].0.kv;
-        let kv_bytes = kv.n_layers * kv.n_kv_heads * kv.head_dim * capacity * 2;
+        let kv_bytes: usize = Cache::bytes(&kv, capacity).iter().sum();
         let verify = &plans[&Pass::Verify { width: MAX_WIDTH }].0;
         let draft_plan = plans.get(&Pass::Draft { width: MAX_DRAFTS + 1, drafts: MAX_DRAFTS }).map(|(plan, _)| plan);
-        let draft_kv_bytes = draft_plan.map_or(0, |p| p.kv.n_layers * p.kv.n_kv_heads * p.kv.head_dim * capacity * 2);
+        let draft_kv = draft_plan.map(|plan| plan.kv);
+        let draft_kv_bytes: usize = draft_kv.iter().flat_map(|kv| Cache::bytes(kv, capacity)).sum();
         let laid_out: Vec<&Plan> = std::iter::once(verify).chain(draft_plan).collect();
-        let layout = Layout::of(&laid_out, config.vocab, aliases(&config, &source, drafter.as_ref(), ranks)?);
+        let layout = Layout::of(&laid_out, config.vocab, aliases(&config, &source, drafter.as_ref(), ranks)?)?;
 
         let rows = PREFILL_ROWS[PREFILL_ROWS.len() - 1];
         let mut buffer_bytes: BTreeMap<&'static str, usize> = BTreeMap::new();
-        for buffer in plans.values().flat_map(|p| &p.0.buffers) {
+        // Routes are made and read in kernels of their own form.
+        for buffer in plans.values().flat_map(|p| &p.0.buffers).filter(|buffer| buffer.kind != BufferKind::Routes) {
             let bytes = buffer_bytes.entry(buffer.name).or_default();
             *bytes = (*bytes).max(buffer.rows * buffer.dim * element_bytes(buffer.kind));
         }
-        // Buffers that some linear layer reads through a norm.
+        // Buffers that some step reads through a norm.
         let mut normed_dims: BTreeMap<&'static str, usize> = BTreeMap::new();
+        let mut n_experts = 0;
         for (plan, _) in plans.values() {
             for step in &plan.steps {
-                let Step::Linear(linear) = step else { continue };
-                let normed = linear.inputs.iter().filter(|i| i.norm.is_some());
+                let inputs = match step {
+                    Step::Linear(linear) => &linear.inputs[..],
+                    Step::Router(router) => {
+                        n_experts = n_experts.max(router.routing.n_experts);
+                        std::slice::from_ref(&router.input)
+                    }
+                    Step::ExpertsUp(mixture) => std::slice::from_ref(&mixture.input),
+                    _ => continue,
+                };
+                let normed = inputs.iter().filter(|i| i.norm.is_some());
                 normed_dims.extend(normed.map(|i| (plan.buffer(i.x).name, plan.buffer(i.x).dim)));
             }
         }
-        if let Some((name, dim)) = normed_dims.iter().find(|(_, dim)| *dim % 16 != 0) {
-            bail!("{name} of {dim}: the GPU backend needs normalised rows of a multiple of 16; use --device cpu");
-        }
         let normed_bytes: usize = normed_dims.values().map(|dim| rows * (2 * dim + dim / 4)).sum();
-        let chunks = attention_chunks(capacity);
-        let mut attentions = vec![(shard.n_heads, shard.n_kv_heads, config.head_dim)];
-        attentions.extend(drafter.as_ref().map(|d| (d.shape.n_heads, d.shape.n_kv_heads, d.shape.head_dim)));
-        let partials =
-            attentions.iter().flat_map(|&(heads, kv, dim)| WIDTHS.map(|w| 4 * attention_partial_floats(w, heads, kv, dim, chunks)));
-        let partials = partials.max().expect("there are widths");
+        let latent = config.latent.is_some() || drafter.as_ref().is_some_and(|d| d.shape.latent.is_some());
+        let chunks = attention_chunks(capacity, latent);
+        if latent && chunks > LATENT_CHUNKS {
+            bail!("a context of {}: latent attention on the GPU goes up to 376,800 tokens; use a smaller --context", options.context);
+        }
+        let scratch = laid_out.iter().flat_map(|plan| &plan.steps).flat_map(|step| WIDTHS.map(|w| attention_scratch(step, w, chunks)));
+        let [partials, counters] = scratch.fold([0, 0], |most, found| [most[0].max(4 * found[0]), most[1].max(4 * found[1])]);
+        let (router_bytes, work_bytes) = match n_experts {
+            0 => (0, 0),
+            n => (rows * n * 4 * ROUTER_SPLITS, rows / MAX_WIDTH * EXPERT_WORK_BYTES),
+        };
         let other = buffer_bytes.values().sum::<usize>()
             + normed_bytes
             + rows * 4
             + partials
+            + router_bytes
+            + work_bytes
             + SAMPLE_SCRATCH_BYTES
             + config.vocab * (MAX_WIDTH * 8 + 8)
             + 4 * capacity;
         // Ranks that share a GPU look before any of them takes memory.
         let sharing = link.as_ref().map_or(1, Link::sharing);
-        let needed = sharing * (layout.bytes() + 2 * kv_bytes + other + (128 << 20));
+        let needed = sharing * (layout.bytes() + kv_bytes + draft_kv_bytes + other + (128 << 20));
         let (free, total) = gpu.memory()?;
         link.iter().try_for_each(Link::barrier)?;
         if needed > free {
             let gb = |n: usize| n as f64 / 1e9;
             return Err(machine(format!(
                 "{}: {:.1} GB are needed (weights {:.1}, cache for {} tokens {:.1}, work {:.1}), {:.1} of {:.1} GB are free: use a smaller --context, or another GPU",
-                gpu.info().name, gb(needed), gb(layout.bytes()), options.context, gb(2 * kv_bytes), gb(other), gb(free), gb(total)
+                gpu.info().name, gb(needed), gb(layout.bytes()), options.context, gb(kv_bytes), gb(other), gb(free), gb(total)
             )));
         }
-        let mut timings = StartTimings { weight_bytes: layout.bytes(), kv_bytes: 2 * kv_bytes, other_bytes: other, ..Default::default() };
+        let mut timings = StartTimings { weight_bytes: layout.bytes(), kv_bytes, other_bytes: other, ..Default::default() };
 
         let kernels = Kernels::load(&gpu)?;
         let start = Instant::now();
         let placed = layout.place(&gpu, &kernels, &source, drafter.as_ref().map(|d| &d.weights), ranks, progress)?;
         timings.weights_ms = start.elapsed().as_secs_f64() * 1e3;
+        timings.read_bytes = placed.read_bytes;
         let mut buffers = BTreeMap::new();
         for (name, bytes) in buffer_bytes {
             buffers.insert(name, gpu.allocate(bytes)?);
@@ -234,14 +283,14 @@ impl Machine {
         for (name, dim) in normed_dims {
             inverse_rms.insert(name, gpu.allocate(rows * 4)?);
             normed.insert(name, gpu.allocate(rows * dim * 2)?);
-            squares.insert(name, gpu.allocate(rows * dim / 16 * 4)?);
+            squares.insert(name, gpu.allocate(rows * dim.div_ceil(16) * 4)?);
         }
         let drafter = match &drafter {
             None => None,
             Some(d) => {
                 let ids = |map: &Vec<u32>| gpu.store(&map.iter().map(|&id| id as i32).collect::<Vec<i32>>());
                 Some(DraftArena {
-                    cache: Cache::new(&gpu, draft_kv_bytes, &d.rope, d.shape.head_dim)?,
+                    cache: Cache::new(&gpu, &draft_kv.expect("a drafter has a plan"), capacity, &d.rope, d.shape.rope_dim())?,
                     ring: gpu.allocate(2 * FEATURE_ROWS * d.shape.taps.len() * d.shape.target_hidden)?,
                     rows: gpu.allocate(std::mem::size_of::<DraftRows>())?,
                     target_ids: d.map.as_ref().map(ids).transpose()?,
@@ -251,18 +300,20 @@ impl Machine {
         let ring = gpu.pinned(RECORDS * RECORD_WORDS)?;
         let arena = Arena {
             matrices: placed.matrices,
+            absorbed: placed.absorbed,
             vectors: placed.vectors,
             buffers,
             normed,
             squares,
             inverse_rms,
-            cache: Cache::new(&gpu, kv_bytes, &config.rope, config.head_dim)?,
+            cache: Cache::new(&gpu, &kv, capacity, &config.rope, config.rope_dim())?,
             capacity,
             drafter,
             draft_scratch: gpu.allocate(DRAFT_SCRATCH_BYTES)?,
+            router_sums: gpu.allocate(router_bytes)?,
+            expert_work: gpu.allocate(work_bytes)?,
             attention_partials: gpu.allocate(partials)?,
-            attention_counters: gpu
-                .allocate(attentions.iter().map(|(heads, kv, _)| 4 * kv * MAX_WIDTH * heads).max().expect("never empty"))?,
+            attention_counters: gpu.allocate(counters)?,
             state: gpu.allocate(std::mem::size_of::<State>())?,
             options: gpu.allocate(std::mem::size_of::<SamplingParams>())?,
             sample_scratch: gpu.allocate(SAMPLE_SCRATCH_BYTES)?,
@@ -274,7 +325,7 @@ impl Machine {
             history: gpu.allocate(4 * capacity)?,
             ring: ring.device(),
         };
-        let mut buckets: Vec<usize> = [2048, 16384].into_iter().filter(|&n| n < capacity).map(attention_chunks).collect();
+        let mut buckets: Vec<usize> = [2048, 16384].into_iter().filter(|&n| n < capacity).map(|n| attention_chunks(n, latent)).collect();
         buckets.push(chunks);
         Ok(Machine {
             graphs: BTreeMap::new(),
@@ -290,6 +341,7 @@ impl Machine {
             gpu,
             config,
             buckets,
+            latent,
             passes: 0,
             queued: VecDeque::new(),
             length: 0,
@@ -299,14 +351,15 @@ impl Machine {
             counters: Counters::default(),
             timings,
             link: link.take(),
+            slice,
         })
     }
 
     /// The kinds of choice that verify passes have graphs for.
     fn choices(&self) -> &'static [Choice] {
-        match self.ranks.count {
-            1 => &[Choice::Greedy, Choice::Sampled],
-            _ => &[Choice::Greedy, Choice::Sampled, Choice::Filtered],
+        match self.link {
+            None => &[Choice::Greedy, Choice::Sampled],
+            Some(_) => &[Choice::Greedy, Choice::Sampled, Choice::Filtered],
         }
     }
 
@@ -381,6 +434,7 @@ impl Machine {
             plan,
             norms,
             link: self.link.as_ref(),
+            comm_us: self.slice.and_then(|slice| slice.comm_us).unwrap_or(0.0),
             full_edge: Cell::new(false),
             chunks,
             choice,
@@ -393,7 +447,7 @@ impl Machine {
     fn chunks(&self, pass: Pass, end: usize) -> usize {
         let last = *self.buckets.last().expect("never empty");
         match self.plans[&pass].0.rows() <= MAX_WIDTH {
-            true => *self.buckets.iter().find(|&&b| b >= attention_chunks(end)).unwrap_or(&last),
+            true => *self.buckets.iter().find(|&&b| b >= attention_chunks(end, self.latent)).unwrap_or(&last),
             false => last,
         }
     }
@@ -480,7 +534,7 @@ impl Machine {
             let waited = start.elapsed();
             self.check_link()?;
             if waited > PATIENCE {
-                self.gpu.synchronize()?;
+                self.gpu.is_idle()?; // an error says what stopped it
                 return Err(machine(format!("{} gave no result of pass {pass} in {} s", self.gpu.info().name, PATIENCE.as_secs())));
             }
             // A pass takes tens of microseconds at least: after a short spin the core is given back.
@@ -514,10 +568,18 @@ impl Machine {
         for (i, step) in launcher.plan.steps.iter().enumerate() {
             let Some(out) = output(step) else { continue };
             launcher.step(i).with_context(|| format!("step {}", step.name()))?;
+            if let Step::LatentAttend(_) = step {
+                launcher.step(i + 1)?; // folds what was attended to
+            }
+            if let Step::Router(_) = step {
+                launcher.step(i + 1)?; // chooses
+            }
             let buffer = launcher.plan.buffer(out);
-            let (at, n) = (self.arena.buffers[buffer.name].at(0), tokens.len() * buffer.dim);
+            let n = tokens.len() * buffer.dim;
+            let at = self.arena.buffers.get(buffer.name).map_or(0, |memory| memory.at(0));
             let numbers = match buffer.kind {
-                BufferKind::Logits | BufferKind::Stream | BufferKind::Routes => self.gpu.download(at, n)?,
+                BufferKind::Routes => self.routes(tokens.len(), buffer.dim / 2)?,
+                BufferKind::Logits | BufferKind::Stream => self.gpu.download(at, n)?,
                 BufferKind::Activation | BufferKind::Feature => {
                     self.gpu.download::<u16>(at, n)?.into_iter().map(|bits| bf16::from_bits(bits).to_f32()).collect()
                 }
@@ -525,6 +587,25 @@ impl Machine {
             observe(step, &numbers, buffer.dim);
         }
         self.check_link()
+    }
+
+    /// What was chosen last, as `Step::Router` describes it: [rows, 2 * top_k].
+    fn routes(&self, rows: usize, top_k: usize) -> Result<Vec<f32>> {
+        let mut routes = vec![0.0; rows * 2 * top_k];
+        for (slab, routes) in routes.chunks_mut(MAX_WIDTH * 2 * top_k).enumerate() {
+            let at = self.arena.expert_work.at(slab * EXPERT_WORK_BYTES);
+            let work = self.gpu.download::<ExpertWork>(at, 1)?[0];
+            let items = self.gpu.download::<ExpertItem>(at + std::mem::size_of::<ExpertWork>() as u64, work.n as usize)?;
+            for item in items {
+                for i in 0..item.n as usize {
+                    routes[item.row[i] as usize * 2 * top_k + item.slot[i] as usize] = item.expert as f32;
+                }
+            }
+            for (row, weights) in routes.chunks_exact_mut(2 * top_k).zip(work.weight) {
+                row[top_k..].copy_from_slice(&weights[..top_k]);
+            }
+        }
+        Ok(routes)
     }
 
     /// For checks: the drafter behind the passes before, one launch at a time: `observe` sees the number of each draft, from 1, and its logits, and
@@ -610,18 +691,19 @@ impl Machine {
         Ok(all)
     }
 
-    /// Keys and values of positions `0 .. n` as stored, bf16 bits: keys [layer][kv head][n][head_dim], then values [layer][kv head][head_dim][n].
+    /// Keys and values of positions `0 .. n` as stored, bf16 bits: keys [layer][kv head][n][head_dim], then values [layer][kv head][head_dim][n], which a
+    /// latent cache has not.
     /// Waits for the stream.
     pub fn kv_rows(&self, owner: Owner, n: usize) -> Result<Vec<u16>> {
         let (cache, pass) = match owner {
             Owner::Target => (&self.arena.cache, Pass::Verify { width: 1 }),
             Owner::Drafter => (&self.arena.drafter.as_ref().context("no drafter is loaded")?.cache, CATCH_UP),
         };
-        let numbers = cache.keys.bytes() / 2;
+        let (capacity, kv) = (self.arena.capacity, self.plans[&pass].0.kv);
+        let [keys, values] = Cache::bytes(&kv, capacity).map(|bytes| bytes / 2);
         let (keys, values): (Vec<u16>, Vec<u16>) =
-            (self.gpu.download(cache.keys.at(0), numbers)?, self.gpu.download(cache.values.at(0), numbers)?);
-        let (capacity, dim) = (self.arena.capacity, self.plans[&pass].0.kv.head_dim);
-        let mut rows: Vec<u16> = keys.chunks_exact(capacity * dim).flat_map(|head| &head[..n * dim]).copied().collect();
+            (self.gpu.download(cache.keys.at(0), keys)?, self.gpu.download(cache.values.at(0), values)?);
+        let mut rows: Vec<u16> = keys.chunks_exact(capacity * kv.head_dim).flat_map(|head| &head[..n * kv.head_dim]).copied().collect();
         rows.extend(values.chunks_exact(capacity).flat_map(|row| &row[..n]));
         Ok(rows)
     }
@@ -670,7 +752,7 @@ fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>, ranks
     }
     if let (Some(drafter), Source::Checkpoint(target)) = (drafter, source) {
         let same_tensor = |a: Option<&Weight>, b: Option<&Weight>| a.zip(b).is_some_and(|(a, b)| a.parts[0].is(&b.parts[0]));
-        // The drafter is whole on every rank; of several ranks, none has the whole head.
+        // The drafter's head is whole on every rank; of several ranks, none has the target's whole head.
         let whole: &[Role] = if ranks.count == 1 && !config.tied { &[Role::Embed, Role::Head] } else { &[Role::Embed] };
         for role in [Role::DraftEmbed, Role::DraftHead] {
             let same = whole.iter().find(|&&r| same_tensor(target.find(id(r)), drafter.weights.find(id(role))));
@@ -894,6 +976,22 @@ impl Backend for Machine {
         let chunks = self.chunks(pass, depth + width);
         let graph = self.graphs[&(pass, chunks, Choice::Greedy)].as_ref().context("the graph was not captured")?;
         self.time_replays(&[graph], n)
+    }
+
+    fn experts_used(&mut self, width: usize, depth: usize) -> Result<Option<f64>> {
+        self.begin_timing(width, depth)?;
+        let pass = Pass::Verify { width };
+        let launcher = self.launcher(pass, self.chunks(pass, depth + width), Choice::Greedy);
+        let mut used = Vec::new();
+        for (i, step) in launcher.plan.steps.iter().enumerate() {
+            launcher.step(i).with_context(|| format!("step {}", step.name()))?;
+            if let Step::Router(_) = step {
+                used.push(self.gpu.download::<ExpertWork>(self.arena.expert_work.at(0), 1)?[0].n as f64);
+            }
+        }
+        self.passes = self.passes.wrapping_add(1); // Accept has written a record
+        self.settle()?;
+        Ok((!used.is_empty()).then(|| used.iter().sum::<f64>() / used.len() as f64))
     }
 
     fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>> {

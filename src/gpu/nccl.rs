@@ -8,9 +8,9 @@ use crate::error::machine;
 use anyhow::{Context, Result};
 use std::ffi::{c_char, c_int, c_void, CStr};
 use std::path::Path;
-use std::sync::{mpsc, Arc};
+use std::sync::{mpsc, Arc, Mutex, MutexGuard};
 use std::time::Duration;
-use std::{env, ptr, thread};
+use std::{env, mem, ptr, thread};
 
 type Handle = *mut c_void;
 
@@ -74,10 +74,14 @@ const DEFAULTS: [(&str, &str); 4] =
 /// Where ranks share a GPU (NCCL 2.30 and later).
 const SHARED_DEFAULTS: [(&str, &str); 2] = [("NCCL_MULTI_RANK_GPU_ENABLE", "1"), ("NCCL_MAX_CTAS", "1")];
 
+/// Names and values; `shared`: ranks share a GPU.
+pub fn defaults(shared: bool) -> impl Iterator<Item = (&'static str, &'static str)> {
+    DEFAULTS.into_iter().chain(SHARED_DEFAULTS.into_iter().filter(move |_| shared))
+}
+
 /// Sets the defaults; before any thread of the process starts, since it changes the environment. Returns all NCCL_ settings, for -v.
 pub fn configure(shared: bool) -> Vec<(String, String)> {
-    let shared_defaults = SHARED_DEFAULTS.iter().filter(|_| shared);
-    for (name, value) in DEFAULTS.iter().chain(shared_defaults) {
+    for (name, value) in defaults(shared) {
         if env::var_os(name).is_none() {
             env::set_var(name, value);
         }
@@ -151,8 +155,9 @@ impl Library {
     }
 }
 
-/// What is run once after connecting.
+/// What is run once after connecting: all-gathers, or all-reduces. Not both: an algorithm that the user forces may know only one of them.
 pub struct WarmUp {
+    pub sums: bool,
     /// In elements.
     pub sizes: Vec<usize>,
     /// Device memory: the largest size, and ranks times as much.
@@ -160,16 +165,53 @@ pub struct WarmUp {
     pub to: u64,
 }
 
-/// A rank's communicator. It goes after the graphs that use it.
-pub struct Comm {
+/// A rank's communicator. It goes after the graphs that use it, those captured and those made of them: NCCL waits for them, for ever.
+pub struct Comm(Arc<Shared>);
+
+/// Ends what a communicator waits for, from another thread.
+pub struct Aborter(Arc<Shared>);
+
+struct Shared {
     library: Arc<Library>,
-    handle: Handle,
     raw: Raw,
+    /// Null once it was given up.
+    handle: Mutex<Handle>,
+}
+// Sound: a communicator may be used by any thread, one at a time, which the mutex sees to.
+unsafe impl Send for Shared {}
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Handle> {
+        self.handle.lock().unwrap_or_else(|e| e.into_inner()) // a pointer is whole at any time
+    }
+
+    /// The caller's alone from now on; null: somebody else has it.
+    fn take(&self) -> Handle {
+        mem::replace(&mut *self.lock(), ptr::null_mut())
+    }
+
+    fn abort(&self, handle: Handle) {
+        // Sound: it was taken, so nobody else uses it any more.
+        unsafe { (self.library.functions.abort)(handle) };
+    }
 }
 
-struct Sent(Result<Comm>);
-// Sound: a communicator may be used by any thread, one at a time.
-unsafe impl Send for Sent {}
+impl Aborter {
+    /// Kernels that wait for a rank which is gone end soon. NCCL goes on to wait for all graphs that use the communicator, so this is a thread of its own, which
+    /// nobody waits for.
+    pub fn abort(&self) {
+        let (shared, handle) = (self.0.clone(), self.0.take() as usize);
+        if handle != 0 {
+            // Without a thread the kernels go on, and the process ends without them.
+            let _ = thread::Builder::new().name("nccl abort".into()).spawn(move || {
+                if cuda::enter(shared.raw).is_ok() {
+                    shared.abort(handle as Handle);
+                }
+            });
+        }
+    }
+}
 
 impl Comm {
     /// All ranks at the same time, each with the id of rank 0. NCCL waits for ever for a rank that does not come: it does so in a thread of its own, which is
@@ -185,19 +227,21 @@ impl Comm {
                 // Sound: the id is one of NCCL's; the context of the rank's GPU is current.
                 let code = unsafe { (library.functions.init_rank)(&mut handle, ranks as c_int, UniqueId(id), rank as c_int) };
                 library.check("ncclCommInitRank", code)?;
-                let comm = Comm { library, handle, raw };
+                let comm = Comm(Arc::new(Shared { library, raw, handle: Mutex::new(handle) }));
                 for &n in &warm_up.sizes {
-                    comm.all_gather(warm_up.from, warm_up.to, n)?;
-                    comm.all_reduce(warm_up.from, warm_up.to, n)?;
+                    match warm_up.sums {
+                        true => comm.all_reduce(warm_up.from, warm_up.to, n)?,
+                        false => comm.all_gather(warm_up.from, warm_up.to, n)?,
+                    }
                     cuda::wait(raw)?;
                 }
                 comm.check()?;
                 Ok(comm)
             };
-            let _ = sender.send(Sent(connect())); // nobody listens when patience has ended
+            let _ = sender.send(connect()); // nobody listens when patience has ended
         })?;
         match receiver.recv_timeout(PATIENCE) {
-            Ok(sent) => sent.0.with_context(|| format!("rank {rank}")),
+            Ok(connected) => connected.with_context(|| format!("rank {rank}")),
             Err(_) => Err(machine(format!(
                 "rank {rank}: NCCL {version} did not connect {ranks} ranks within {} s; NCCL_DEBUG=INFO says where it waits; --collective push needs no NCCL",
                 PATIENCE.as_secs()
@@ -207,43 +251,55 @@ impl Comm {
 
     /// to [ranks][n] = every rank's from [n], bf16; queued on the rank's stream, or captured.
     pub fn all_gather(&self, from: u64, to: u64, n: usize) -> Result<()> {
-        let f = self.library.functions.all_gather;
+        let (handle, Shared { library, raw, .. }) = (self.live()?, &*self.0);
         // Sound: addresses of device memory of these sizes.
-        self.library.check("ncclAllGather", unsafe {
-            f(from as *const c_void, to as *mut c_void, n, BF16, self.handle, self.raw.stream as *mut c_void)
+        library.check("ncclAllGather", unsafe {
+            (library.functions.all_gather)(from as *const c_void, to as *mut c_void, n, BF16, *handle, raw.stream as *mut c_void)
         })
     }
 
     /// to [n] = the sum of every rank's from [n], in bf16 and NCCL's order.
     pub fn all_reduce(&self, from: u64, to: u64, n: usize) -> Result<()> {
-        let f = self.library.functions.all_reduce;
+        let (handle, Shared { library, raw, .. }) = (self.live()?, &*self.0);
         // Sound: addresses of device memory of this size.
-        self.library.check("ncclAllReduce", unsafe {
-            f(from as *const c_void, to as *mut c_void, n, BF16, SUM, self.handle, self.raw.stream as *mut c_void)
+        library.check("ncclAllReduce", unsafe {
+            (library.functions.all_reduce)(from as *const c_void, to as *mut c_void, n, BF16, SUM, *handle, raw.stream as *mut c_void)
         })
     }
 
     /// What went wrong on NCCL's side since.
     pub fn check(&self) -> Result<()> {
+        let (handle, library) = (self.live()?, &self.0.library);
         let mut error = 0;
         // Sound: writes one integer.
-        self.library.check("ncclCommGetAsyncError", unsafe { (self.library.functions.async_error)(self.handle, &mut error) })?;
-        self.library.check("NCCL's own threads", error)
+        library.check("ncclCommGetAsyncError", unsafe { (library.functions.async_error)(*handle, &mut error) })?;
+        library.check("NCCL's own threads", error)
     }
 
-    /// Ends kernels that wait for a rank which is gone.
-    pub fn abort(mut self) {
-        // Sound: the handle is not used again.
-        unsafe { (self.library.functions.abort)(self.handle) };
-        self.handle = ptr::null_mut();
+    pub fn aborter(&self) -> Aborter {
+        Aborter(self.0.clone())
+    }
+
+    /// Gives up on ranks that are gone. No graph uses it.
+    pub fn abort(self) {
+        self.0.abort(self.0.take());
+    }
+
+    fn live(&self) -> Result<MutexGuard<'_, Handle>> {
+        let handle = self.0.lock();
+        match handle.is_null() {
+            true => Err(machine("NCCL was stopped: another rank failed")),
+            false => Ok(handle),
+        }
     }
 }
 
 impl Drop for Comm {
     fn drop(&mut self) {
-        if !self.handle.is_null() {
+        let handle = self.0.take();
+        if !handle.is_null() {
             // Sound: last use; nothing is queued any more.
-            unsafe { (self.library.functions.destroy)(self.handle) };
+            unsafe { (self.0.library.functions.destroy)(handle) };
         }
     }
 }

@@ -45,10 +45,10 @@ params! {
         from: u64, to: u64, from_start: u64, to_start: u64, n_rows: u64, rows: i32, dim: i32, from_mask: i32, to_mask: i32,
     }
     LinearPart: 56 { weights: u64, scales: u64, x: u64, squares: u64, inv: u64, k: i32, x_stride: i32, segment_blocks: u16, n_segments: u16, eps: f32 }
-    LinearParams: 248 {
+    LinearParams: 256 {
         part: [LinearPart; 2], out: u64, bias: u64, stream: u64, tap: u64, next_norm: u64, normed: u64, squares: u64, logits: u64,
         max_value: u64, max_id: u64, n_rows: u64, row_scales: u64, group_tiles: i32, group_stride: i32, n_parts: i32, n: i32, n_tiles: i32, rows: i32, epilogue: i32, out_stride: i32,
-        tap_stride: i32, last_row: i32,
+        tap_stride: i32, last_row: i32, first_row: i32, pad: i32,
     }
     NormParams: 72 {
         x: u64, norm: u64, normed: u64, inv: u64, squares: u64, n_rows: u64, rows: i32, k: i32, x_stride: i32, normed_stride: i32, eps: f32,
@@ -62,11 +62,42 @@ params! {
         source: u64, weights: u64, source_stride: i64, source_type: i32, order: i32, n_source_rows: i32, rows: i32, row_offset: i32, k: i32,
         k_blocks: i32, pad: i32,
     }
+    RepackCodesParams: 88 {
+        source: u64, scales: u64, weights: u64, tile_scales: u64, source_stride: i64, scale_stride: i32, scale_bf16: i32, block_rows: i32,
+        block_cols: i32, first_row: i32, first_col: i32, order: i32, n_source_rows: i32, rows: i32, row_offset: i32, k: i32, k_blocks: i32,
+    }
+    QuantiseParams: 64 {
+        source: u64, weights: u64, tile_scales: u64, source_stride: i64, source_type: i32, order: i32, n_source_rows: i32, rows: i32,
+        row_offset: i32, k: i32, k_blocks: i32, pad: i32,
+    }
+    FillCodesParams: 40 { weights: u64, tile_scales: u64, seed: u64, n_blocks: u64, four_bits: i32, scale: f32 }
     FillParams: 40 { to: u64, seed: u64, n: i32, k: i32, retiled: i32, constant: i32, scale: f32, pad: i32 }
     ReadParams: 24 { from: u64, n: u64, sink: u64 }
     AttentionParams: 120 {
         qkv: u64, out: u64, k_cache: u64, v_cache: u64, q_norm: u64, k_norm: u64, inv_freq: u64, partials: u64, counters: u64, length: u64,
         rows: u64, n_heads: i32, n_kv_heads: i32, capacity: i32, max_rows: i32, scale: f32, rope_factor: f32, norm_eps: f32, pad: i32,
+    }
+    RouterParams: 56 {
+        weights: u64, x: u64, sums: u64, n_rows: u64, k: i32, x_stride: i32, n_experts: i32, rows: i32, first_row: i32, pad: i32,
+    }
+    RouteParams: 64 {
+        sums: u64, bias: u64, work: u64, n_rows: u64, first_row: i32, n_experts: i32, top_k: i32, n_groups: i32, top_groups: i32,
+        softmax: i32, normalised: i32, scale: f32,
+    }
+    ExpertMatrix: 32 { weights: u64, tile_scales: u64, bytes: u64, scales: i32, dim: i32 }
+    ExpertParams: 232 {
+        routed: ExpertMatrix, shared: ExpertMatrix, route: RouteParams, x: u64, squares: u64, act: u64, stream: u64, partial: u64, tap: u64,
+        next_norm: u64, normed: u64, squares_out: u64, k: i32, x_stride: i32, act_stride: i32, tap_stride: i32, n: i32, rows: i32, eps: f32,
+        pad: i32,
+    }
+    /// The rows of a pass that want one expert; device memory.
+    ExpertItem: 40 { expert: i32, n: i32, row: [u8; 16], slot: [u8; 16] }
+    /// ExpertWork up to its items, of which EXPERT_ITEMS follow; device memory.
+    ExpertWork: 1040 { n: i32, pad: [i32; 3], weight: [[f32; 16]; 16] }
+    LatentParams: 152 {
+        latents: u64, q: u64, absorbed: u64, attended: u64, out: u64, cache: u64, w_uk: u64, w_uv: u64, kv_norm: u64, inv_freq: u64,
+        partials: u64, length: u64, rows: u64, q_rank: i32, latents_stride: i32, n_heads: i32, kv_rank: i32, nope_dim: i32, rope_dim: i32,
+        v_dim: i32, max_rows: i32, scale: f32, rope_factor: f32, norm_eps: f32, first_row: i32,
     }
     /// What a rank waited for when it gave up; pinned host memory.
     CommRecord: 32 { rank: i32, peer: i32, phase: i32, step: i32, epoch: u32, channel: u32, pad: [i32; 2] }
@@ -75,7 +106,7 @@ params! {
     }
     AllReduceParams: 184 {
         comm: CommRanks, partial: u64, x: u64, bias: u64, tap: u64, next_norm: u64, normed: u64, squares: u64, n_rows: u64, rows: i32,
-        dim: i32, tap_stride: i32, pad: i32,
+        dim: i32, tap_stride: i32, wait_ns: i32,
     }
     ExchangeParams: 136 { comm: CommRanks, words: u64, wanted: u64, n: i32, op: i32, n_wanted: i32, pad: i32 }
     PeerParams: 136 { comm: CommRanks, at: u64, n: u64, result: u64, seed: u32, rounds: i32 }
@@ -163,14 +194,35 @@ pub const SAMPLE_ROUNDS: usize = 14;
 /// Bit of a token's count that says it is in the prompt.
 pub const IN_PROMPT: u32 = 1 << 31;
 
-/// Blocks a KV head that attention is launched with for positions 0 .. n: never fewer than attention_blocks of kernels/params.h asks for.
-pub fn attention_chunks(n: usize) -> usize {
-    match n.saturating_sub(1) {
-        last @ 0..2048 => last / 64 + 1,
-        last @ 2048..16384 => 32 + (last - 2048) / 256 + 1,
-        last => 88 + (last - 16384) / 1024 + 1,
+/// Blocks a KV head that attention is launched with for positions 0 .. n: never fewer than attention_blocks of kernels/params.h asks for. With latent attention as many as
+/// latent_chunk_of says that it has chunks, which is never less.
+pub fn attention_chunks(n: usize, latent: bool) -> usize {
+    match (n.saturating_sub(1), latent) {
+        (last @ 0..2048, false) => last / 64 + 1,
+        (last @ 2048..16384, false) => 32 + (last - 2048) / 256 + 1,
+        (last, false) => 88 + (last - 16384) / 1024 + 1,
+        (last @ 0..2048, true) => last / 32 + 1,
+        (last @ 2048..4096, true) => 32 + last / 64 + 1,
+        (last @ 4096..8192, true) => 64 + last / 128 + 1,
+        (last @ 8192..16384, true) => 96 + last / 256 + 1,
+        (last, true) => 144 + last / 1024 + 1,
     }
 }
+
+/// kLatentChunks
+pub const LATENT_CHUNKS: usize = 512;
+/// kValueRows
+pub const VALUE_ROWS: usize = 2;
+/// kRouterSplits
+pub const ROUTER_SPLITS: usize = 4;
+
+/// Experts of a model, and of a row, that the kernels of experts have room for.
+pub const MAX_EXPERTS: usize = 512;
+pub const MAX_CHOSEN: usize = 16;
+/// Items of an ExpertWork.
+pub const EXPERT_ITEMS: usize = 16 * MAX_CHOSEN;
+/// sizeof(ExpertWork)
+pub const EXPERT_WORK_BYTES: usize = std::mem::size_of::<ExpertWork>() + EXPERT_ITEMS * std::mem::size_of::<ExpertItem>();
 
 /// sizeof(DraftScratch)
 pub const DRAFT_SCRATCH_BYTES: usize = 16;
@@ -195,8 +247,11 @@ mod tests {
             steps.max(if last < 16384 { last / 256 } else { 64 + (last - 16384) / 1024 } + 1)
         };
         for n in 1..200_000 {
-            assert!(attention_chunks(n) >= needed(n), "{n} positions");
-            assert!(attention_chunks(n) <= attention_chunks(n + 1), "{n} positions");
+            assert!(attention_chunks(n, false) >= needed(n), "{n} positions");
+            assert!(attention_chunks(n, true) >= attention_chunks(n, false), "{n} positions");
+            for latent in [false, true] {
+                assert!(attention_chunks(n, latent) <= attention_chunks(n + 1, latent), "{n} positions");
+            }
         }
     }
 }

@@ -2,8 +2,9 @@
 //!
 //! Rank 0 runs on the caller's thread and its records are the answer; the others' must be the same. A call returns when rank 0 has done it; the
 //! others follow on their own, held together by the collectives in the passes. The first failure of any rank ends all of them: it is what the
-//! next call returns. Between ranks: comm.rs; what connects them: links.rs.
-use super::comm::{self, Link, Poison, Rendezvous, Threads};
+//! next call returns. After it nothing is freed, since the driver may wait in such a call for kernels that wait themselves, and the process ends soon; when the
+//! caller does not come for the error, `LastResort` ends it. Between ranks: comm.rs; what connects them: links.rs.
+use super::comm::{self, Link, Rendezvous, Threads};
 use super::cuda;
 use super::device::Gpu;
 use super::links::{self, Collectives, Found};
@@ -15,6 +16,7 @@ use crate::error::{self, internal, machine};
 use crate::model::config::Config;
 use crate::model::weights::Weights;
 use anyhow::{Context, Error, Result};
+use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex};
@@ -27,8 +29,9 @@ const SPIN: Duration = Duration::from_micros(50);
 /// How long ranks wait for each other while they start: one may read its weights from a slower disk, or compile kernels.
 const LATE: Duration = Duration::from_secs(600);
 
-/// Ranks whose streams are idle end in milliseconds; one that does not is left to the end of the process.
+/// Ranks whose streams are idle end in milliseconds; one that does not is left to the end of the process. So is one that does not notice the failure of another.
 const END: Duration = Duration::from_secs(5);
+const END_FAILED: Duration = Duration::from_secs(1);
 
 /// What all ranks are made of.
 pub struct Setup {
@@ -41,6 +44,14 @@ pub struct Setup {
     /// None: random ones.
     pub weights: Option<Weights>,
     pub options: Options,
+    pub last_resort: LastResort,
+}
+
+/// For an error that nobody comes for: the caller may hang in a call of the driver, and then nobody else can end the process.
+pub struct LastResort {
+    /// Between the failure and the end.
+    pub after: Duration,
+    pub end: fn(&Error) -> !,
 }
 
 impl Setup {
@@ -50,11 +61,22 @@ impl Setup {
             stay_near(&gpu.info().bus_id);
         }
         let mut link = Link::new(&gpu, rank, failure.rendezvous.clone(), self.collectives.link)?;
-        failure.attend(link.poison());
-        let found = links::settle(&mut link, &self.collectives, self.config.hidden);
-        let found = found.inspect_err(|e| link.fail(&format!("{e:#}")))?; // the link waits for the others when it goes
+        let found = self.settle(&mut link).inspect_err(|e| link.fail(&format!("{e:#}")))?; // the link waits for the others when it goes
         let source = self.weights.as_ref().map_or(Source::Random(0), Source::Checkpoint);
         Ok((Machine::of_rank(gpu, Some(link), self.config.clone(), source, self.options.clone(), progress)?, found))
+    }
+
+    /// What connects the ranks, and how the model is divided on it.
+    fn settle(&self, link: &mut Link) -> Result<Found> {
+        let mut found = links::settle(link, &self.collectives, self.config.hidden)?;
+        found.attention = links::attention(link, &self.config, self.options.context, &found)?;
+        link.whole_attention = self.collectives.whole_attention.unwrap_or(found.attention.is_some_and(|cost| cost.is_whole()));
+        let drafter = self.options.drafter.as_ref().map(|drafter| &drafter.shape).filter(|shape| shape.divides(link.ranks()));
+        link.split_drafter = match (drafter, self.collectives.split_drafter) {
+            (Some(shape), None) => links::splitting_pays(link, shape, &found)?,
+            (drafter, asked) => drafter.is_some() && asked == Some(true),
+        };
+        Ok(found)
     }
 
     /// For errors: `rank 1 (GPU 0)`.
@@ -83,26 +105,18 @@ struct Rank {
 struct Failure {
     setup: Arc<Setup>,
     rendezvous: Arc<Threads>,
-    poisons: Mutex<Vec<Poison>>,
     happened: AtomicBool,
     error: Mutex<Option<Error>>,
+    /// The caller has come for the error, or is leaving.
+    seen: AtomicBool,
 }
 
 /// How long the error that others follow from may come after theirs.
 const CAUSE: Duration = Duration::from_secs(1);
 
 impl Failure {
-    /// From now on a failure ends the waiting of this rank's kernels.
-    fn attend(&self, poison: Poison) {
-        let mut poisons = self.poisons.lock().expect("nobody panics with it");
-        poisons.push(poison);
-        if self.happened.load(SeqCst) {
-            poisons.iter().for_each(Poison::poison);
-        }
-    }
-
     /// The first one counts, unless it only follows from another. All ranks stop waiting for each other.
-    fn report(&self, rank: usize, place: String, error: Error) {
+    fn report(self: &Arc<Failure>, rank: usize, place: String, error: Error) {
         let name = self.setup.name(rank);
         let mut slot = self.error.lock().expect("nobody panics with it");
         let first = !self.happened.swap(true, SeqCst);
@@ -114,16 +128,32 @@ impl Failure {
         drop(slot);
         if first {
             self.rendezvous.fail(&name);
-            self.poisons.lock().expect("nobody panics with it").iter().for_each(Poison::poison);
+            let failure = self.clone();
+            // Without a thread for it there is no last resort.
+            let _ = Builder::new().name("last resort".into()).spawn(move || failure.watch());
+        }
+    }
+
+    fn watch(&self) {
+        let start = Instant::now();
+        while !self.seen.load(SeqCst) {
+            if start.elapsed() > self.setup.last_resort.after {
+                let error = self.error.lock().expect("nobody panics with it").take();
+                let Some(error) = error else { return }; // the caller takes it right now
+                (self.setup.last_resort.end)(&error);
+            }
+            std::thread::sleep(Duration::from_millis(10));
         }
     }
 
     fn take(&self) -> Error {
+        self.seen.store(true, SeqCst);
         let start = Instant::now();
         loop {
             let mut slot = self.error.lock().expect("nobody panics with it");
             match &*slot {
                 Some(error) if comm::follows(error) && start.elapsed() < CAUSE => {}
+                None if !self.happened.load(SeqCst) && start.elapsed() < CAUSE => {} // its thread is about to report it
                 _ => return slot.take().unwrap_or_else(|| machine("a rank has failed before; the others ended with it")),
             }
             drop(slot);
@@ -139,7 +169,7 @@ fn is_fatal(error: &Error) -> bool {
 
 /// Reports a rank whose thread panics.
 struct Alive<'a> {
-    failure: &'a Failure,
+    failure: &'a Arc<Failure>,
     rank: usize,
 }
 
@@ -152,16 +182,19 @@ impl Drop for Alive<'_> {
 }
 
 /// The thread of one rank but the first.
-fn serve(rank: usize, setup: &Setup, failure: &Failure, jobs: Receiver<(&'static str, Job)>) {
+fn serve(rank: usize, setup: &Setup, failure: &Arc<Failure>, jobs: Receiver<(&'static str, Job)>) {
     let _alive = Alive { failure, rank };
     let mut machine = match setup.make(rank, None, failure, &mut |_, _| {}) {
-        Ok((machine, _)) => machine,
+        Ok((machine, _)) => ManuallyDrop::new(machine),
         Err(e) => return failure.report(rank, "load".into(), e),
     };
     while let Some((phase, job)) = next(&jobs) {
         if let Err(e) = job(&mut machine) {
             return failure.report(rank, format!("{phase}, pass {}", machine.passes()), e);
         }
+    }
+    if !failure.happened.load(SeqCst) {
+        drop(ManuallyDrop::into_inner(machine));
     }
 }
 
@@ -184,9 +217,9 @@ impl Conductor {
         let failure = Arc::new(Failure {
             setup: setup.clone(),
             rendezvous: Threads::new(setup.gpus.len(), LATE),
-            poisons: Mutex::default(),
             happened: AtomicBool::new(false),
             error: Mutex::default(),
+            seen: AtomicBool::new(false),
         });
         let mut conductor = Conductor { first: None, others: Vec::new(), links: Found::default(), failure: failure.clone() };
         for rank in 1..setup.gpus.len() {
@@ -274,10 +307,21 @@ impl Drop for Conductor {
     fn drop(&mut self) {
         // All ranks end together: each waits for the others before its memory goes.
         let threads: Vec<JoinHandle<()>> = self.others.drain(..).map(|rank| rank.thread).collect();
-        self.first = None;
+        self.failure.rendezvous.set_patience(END);
+        self.failure.seen.store(true, SeqCst);
+        let end = match (self.failure.happened.load(SeqCst), self.first.take()) {
+            (true, first) => {
+                first.into_iter().for_each(Machine::abandon);
+                END_FAILED
+            }
+            (false, first) => {
+                drop(first);
+                END
+            }
+        };
         let start = Instant::now();
         for thread in threads {
-            while !thread.is_finished() && start.elapsed() < END {
+            while !thread.is_finished() && start.elapsed() < end {
                 std::thread::sleep(Duration::from_millis(1));
             }
             if thread.is_finished() {
@@ -333,6 +377,10 @@ impl Backend for Conductor {
 
     fn time_verify(&mut self, width: usize, depth: usize, n: usize) -> Result<Vec<f64>> {
         self.all("time", move |machine| machine.time_verify(width, depth, n))
+    }
+
+    fn experts_used(&mut self, width: usize, depth: usize) -> Result<Option<f64>> {
+        self.all("time", move |machine| machine.experts_used(width, depth))
     }
 
     fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>> {

@@ -50,6 +50,7 @@ impl Shim {
             n_sms: 4,
             clock_mhz: 0,
             memory_clock_mhz: 0,
+            memory_bits: 0,
             driver: 0,
         };
         Ok(Shim { info, library, state: RefCell::new(State::default()) })
@@ -167,6 +168,10 @@ impl Driver for Shim {
 
     fn synchronize(&self) -> Result<()> {
         Ok(())
+    }
+
+    fn is_idle(&self) -> Result<bool> {
+        Ok(true)
     }
 
     fn create_event(&self) -> Result<u64> {

@@ -179,6 +179,19 @@ impl Tensor {
         }
     }
 
+    /// Copies runs of `row_bytes` bytes that lie `stride` bytes apart, from byte `offset` of the tensor on, until `out` is full: a rank's columns. One read in
+    /// the log, of the bytes that were copied; where runs are short the system reads what lies between them as well.
+    pub fn read_rows(&self, offset: usize, stride: usize, row_bytes: usize, out: &mut [u8]) -> Result<()> {
+        let rows = out.len() / row_bytes.max(1);
+        let end = rows.checked_sub(1).and_then(|n| n.checked_mul(stride)).and_then(|n| n.checked_add(offset + row_bytes));
+        match end {
+            Some(end) if end <= self.len && row_bytes <= stride && rows * row_bytes == out.len() => {
+                self.shard.read_rows(self.start + offset, stride, row_bytes, out)
+            }
+            _ => bail!("{}: expected {row_bytes} of each {stride} bytes within {}, found {} in all", self.name, self.len, out.len()),
+        }
+    }
+
     /// Whether both are one tensor of one file.
     pub fn is(&self, other: &Tensor) -> bool {
         Arc::ptr_eq(&self.shard, &other.shard) && self.name == other.name
@@ -325,6 +338,30 @@ impl Shard {
             advance(piece.len());
         }
         Ok(())
+    }
+
+    fn read_rows(&self, start: usize, stride: usize, row_bytes: usize, out: &mut [u8]) -> Result<()> {
+        /// Runs this far apart are read by themselves.
+        const APART: usize = 64 << 10;
+        self.log(start, out.len());
+        let rows = out.chunks_exact_mut(row_bytes).enumerate().map(|(i, row)| (start + i * stride, row));
+        match &self.map {
+            Some(map) if stride <= APART => {
+                let span = (rows.len().max(1) - 1) * stride + row_bytes;
+                // A hint: without it pages come one fault at a time.
+                let _ = map.advise_range(Advice::PopulateRead, start, span);
+                rows.for_each(|(at, row)| row.copy_from_slice(&map[at..at + row.len()]));
+                Ok(())
+            }
+            _ => {
+                for (at, row) in rows {
+                    self.file.read_exact_at(row, at as u64).with_context(|| {
+                        format!("{}: expected {row_bytes} bytes at {at}, the file changed or cannot be read", self.path.display())
+                    })?;
+                }
+                Ok(())
+            }
+        }
     }
 
     /// Asks for pages in large requests instead of one fault at a time.

@@ -1,7 +1,7 @@
 //! config.json and generation_config.json -> `Config`, strictly: whatever changes the arithmetic is either read or refused by name.
 //! Both dialects are read: the hub's (rope_theta, rope_scaling, torch_dtype) and that of transformers 5 (rope_parameters, dtype).
 //! A new family is a row of `FAMILIES`, its fields here, and a section of weights.toml.
-use super::quant::{Format, Quant};
+use super::quant::{Format, Quant, FP8_DENSE};
 use super::weights::Role;
 use anyhow::{bail, ensure, Context, Result};
 use serde_json::{Map, Value};
@@ -38,6 +38,8 @@ pub struct Config {
     pub experts: Option<Experts>,
     /// How matrices are stored; None: as bf16, f16 or f32.
     pub quant: Option<Quant>,
+    /// Plain matrices that every token reads become FP8 when they are loaded (`format`): asked for by the user, not by a config.
+    pub fp8_dense: bool,
     /// num_nextn_predict_layers: layers behind the last one, made for drafting.
     pub n_mtp_layers: usize,
     /// tie_word_embeddings: the head is the embedding table.
@@ -181,9 +183,20 @@ impl Config {
         self.experts.as_ref().is_some_and(|experts| !experts.dense_layers.contains(&layer))
     }
 
-    /// How a matrix of this role is stored.
+    /// How a matrix of this role is stored where the model runs.
     pub fn format(&self, role: Role) -> Format {
-        self.quant.as_ref().map_or(Format::Plain, |quant| quant.format(role))
+        let stored = |role| self.quant.as_ref().map_or(Format::Plain, |quant| quant.format(role));
+        let dense = match role {
+            Role::Qkv | Role::QkvA | Role::QB | Role::O | Role::GateUp | Role::Down => true,
+            Role::Head => !self.tied,
+            // Beside experts that are plain it is one of them.
+            Role::SharedGateUp | Role::SharedDown => stored(Role::ExpertGateUp) != Format::Plain,
+            _ => false,
+        };
+        match stored(role) {
+            Format::Plain if dense && self.fp8_dense => FP8_DENSE,
+            format => format,
+        }
     }
 }
 
@@ -455,6 +468,7 @@ fn parse_config(keys: &mut Keys) -> Result<Config> {
         latent,
         experts,
         quant,
+        fp8_dense: false,
         n_mtp_layers: if latent.is_some() { keys.optional_whole("num_nextn_predict_layers", 16)?.unwrap_or(0) } else { 0 },
         // The default of all families' config classes.
         tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),

@@ -44,13 +44,21 @@ impl DraftModel {
 
     /// The target's layer for multi-token prediction; embedding and head are the target's.
     pub fn mtp(table: &Table, target: &Config, target_weights: &Weights, checkpoint: &Checkpoint) -> Result<DraftModel> {
-        let n = target.n_mtp_layers;
-        ensure!(n > 0, "--draft mtp: config.json: num_nextn_predict_layers: expected a layer for multi-token prediction, found none");
-        ensure!(n == 1, "--draft mtp: config.json: num_nextn_predict_layers: expected 1, found {n}: not supported");
+        one_mtp_layer(target)?;
         let mut weights = claim_mtp(table, target, checkpoint).context("--draft mtp")?;
         for (role, of_target) in [(Role::DraftEmbed, Role::Embed), (Role::DraftHead, Role::Head)] {
             weights.insert(WeightId::new(role, None), replicated(target_weights, of_target));
         }
+        Ok(DraftModel::of_mtp(target, weights))
+    }
+
+    /// The same of a model whose weights are random: a machine makes them.
+    pub fn random_mtp(target: &Config) -> Result<DraftModel> {
+        one_mtp_layer(target)?;
+        Ok(DraftModel::of_mtp(target, Weights::default()))
+    }
+
+    fn of_mtp(target: &Config, weights: Weights) -> DraftModel {
         let shape = Drafter {
             hidden: target.hidden,
             target_hidden: target.hidden,
@@ -71,7 +79,7 @@ impl DraftModel {
             mtp: Some(Box::new(target.clone())),
         };
         let name = format!("layer {}", target.n_layers);
-        Ok(DraftModel { name, shape, rope: target.rope.clone(), weights, map: None, taps_from: "the model's own".into() })
+        DraftModel { name, shape, rope: target.rope.clone(), weights, map: None, taps_from: "the model's own".into() }
     }
 
     /// The shape in a config.json alone, for a machine that makes random weights: it shares the target's embedding and, where its vocabulary is
@@ -87,6 +95,13 @@ impl DraftModel {
         };
         made().with_context(|| format!("drafter {name}"))
     }
+}
+
+fn one_mtp_layer(target: &Config) -> Result<()> {
+    let n = target.n_mtp_layers;
+    ensure!(n > 0, "--draft mtp: config.json: num_nextn_predict_layers: expected a layer for multi-token prediction, found none");
+    ensure!(n == 1, "--draft mtp: config.json: num_nextn_predict_layers: expected 1, found {n}: not supported");
+    Ok(())
 }
 
 /// For `-v` and warnings: what it is and which layers it reads.

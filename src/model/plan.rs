@@ -42,10 +42,32 @@ pub enum Pass {
 pub struct Ranks {
     pub rank: usize,
     pub count: usize,
+    /// Every rank has all of attention, weights and cache: a layer has one sum over ranks instead of two. For machines whose sums take long (gpu/links.rs).
+    pub whole_attention: bool,
+    /// The layer of an EAGLE-3 drafter is divided as the target's are, where `Drafter::divides`: two sums a draft. Otherwise, and the rest of it, it is whole on every rank.
+    pub split_drafter: bool,
 }
 
 impl Ranks {
-    pub const ONE: Ranks = Ranks { rank: 0, count: 1 };
+    pub const ONE: Ranks = Ranks::new(0, 1);
+
+    /// Everything is divided.
+    pub const fn new(rank: usize, count: usize) -> Ranks {
+        Ranks { rank, count, whole_attention: false, split_drafter: false }
+    }
+
+    /// As they divide a weight.
+    pub fn of(self, role: Role) -> Ranks {
+        let is_whole = match role.is_drafters() {
+            true => !(self.split_drafter && role.is_drafters_layer()),
+            false => self.whole_attention && role.is_attention(),
+        };
+        if is_whole {
+            Ranks::ONE
+        } else {
+            self
+        }
+    }
 }
 
 /// Index into `Plan::buffers`.
@@ -411,6 +433,28 @@ impl Plan {
         &self.buffers[id.0]
     }
 
+    /// The work of this rank by itself, as a group of one: for measurements, since its sums lack the others' shares. With `sums` the steps that add up over
+    /// ranks stay; without, what would be added goes into the residual stream at once.
+    pub fn alone(mut self, sums: bool) -> Plan {
+        self.ranks = Ranks::ONE;
+        if sums {
+            return self;
+        }
+        let mut steps: Vec<Step> = Vec::new();
+        for step in self.steps {
+            let Step::AllReduce { x, bias, tap, .. } = step else {
+                steps.push(step);
+                continue;
+            };
+            match steps.last_mut() {
+                Some(Step::Linear(linear)) => (linear.epilogue, linear.bias) = (Epilogue::Residual { x, tap }, bias),
+                Some(Step::ExpertsDown(mixture)) => mixture.epilogue = Epilogue::Residual { x, tap },
+                _ => unreachable!("a sum is of what the step before it made"),
+            }
+        }
+        Plan { steps, ..self }
+    }
+
     /// What is added to the mean square before the root.
     pub fn eps(&self, norm: WeightId) -> f32 {
         match norm.role {
@@ -446,17 +490,21 @@ impl Shard {
             }
             Ok(size / n)
         };
-        if n > config.n_kv_heads && n % config.n_kv_heads != 0 {
-            bail!("{} KV heads cannot be shared evenly by {n} ranks", config.n_kv_heads);
-        }
+        let (n_heads, n_kv_heads) = (config.n_heads, config.n_kv_heads);
+        let (n_heads, n_kv_heads) = match ranks.whole_attention {
+            true => (n_heads, n_kv_heads),
+            false if n > n_kv_heads && n % n_kv_heads != 0 => bail!("{n_kv_heads} KV heads cannot be shared evenly by {n} ranks"),
+            false if n > n_kv_heads => (even("num_attention_heads", n_heads)?, 1),
+            false => (even("num_attention_heads", n_heads)?, even("num_key_value_heads", n_kv_heads)?),
+        };
         let Some(tokens) = vocab_rows(config.vocab, ranks.rank, n) else {
             bail!("vocab_size of {} cannot be split over {n} ranks: each takes a multiple of 16 tokens", config.vocab);
         };
         let dense = (0..config.n_layers).any(|layer| !config.has_experts(layer));
         let (expert_dim, shared_dim) = config.experts.as_ref().map_or((0, 0), |e| (e.expert_dim, e.shared_dim));
         Ok(Shard {
-            n_heads: even("num_attention_heads", config.n_heads)?,
-            n_kv_heads: if n > config.n_kv_heads { 1 } else { even("num_key_value_heads", config.n_kv_heads)? },
+            n_heads,
+            n_kv_heads,
             ffn_dim: if dense { even("intermediate_size", config.ffn_dim)? } else { 0 },
             expert_dim: even("moe_intermediate_size", expert_dim)?,
             shared_dim: even("moe_intermediate_size of shared experts", shared_dim)?,
@@ -586,6 +634,12 @@ pub struct Drafter {
 }
 
 impl Drafter {
+    /// Whether `n` ranks can share its layer: grouped attention only, as a latent is read by all heads.
+    pub fn divides(&self, n: usize) -> bool {
+        let heads = self.n_heads % n == 0 && (self.n_kv_heads % n == 0 || n % self.n_kv_heads == 0);
+        heads && self.ffn_dim % (8 * n) == 0 && self.latent.is_none() && self.mtp.is_none()
+    }
+
     /// Numbers of a query and key that are rotated.
     pub fn rope_dim(&self) -> usize {
         match (&self.mtp, self.latent) {
@@ -599,15 +653,16 @@ impl Drafter {
 /// The drafter's plan for `DraftPrefill` and `Draft`.
 ///
 /// Row i pairs the token after target row i with target row i's features. `Draft` first runs `width` such rows (draft-extend: rows behind
-/// the last accepted one are padding), picks the last true row, and continues from it one row at a time with its own hidden state.
+/// the last accepted one are padding), picks the last true row, and continues from it one row at a time with its own hidden state. Several ranks
+/// divide its layer; all have all of the head and choose the same drafts.
 pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
     let (rows, drafts) = match pass {
         Pass::DraftPrefill { rows } => (rows, 0),
         Pass::Draft { width, drafts } if (1..=MAX_WIDTH).contains(&width) && (1..MAX_WIDTH).contains(&drafts) => (width, drafts),
         other => bail!("{other:?} is not a pass of a drafter"),
     };
-    if ranks.count > 1 {
-        bail!("a drafter is replicated: its plan has one rank, not {}", ranks.count);
+    if ranks.count > 1 && !(ranks.split_drafter && d.divides(ranks.count)) {
+        bail!("this drafter is whole on every rank: its plan has one rank, not {}", ranks.count);
     }
     if let Some(config) = &d.mtp {
         return mtp(config, pass, rows, drafts);
@@ -634,7 +689,7 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
         n: d.hidden,
         epilogue,
     }));
-    let x = p.drafter_layer(d, Tokens::Next, f);
+    let x = p.drafter_layer(d, ranks, Tokens::Next, f);
     if drafts > 0 {
         p.rows = 1;
         let logits = p.buffer("draft_logits", d.vocab, BufferKind::Logits);
@@ -642,7 +697,7 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
         p.steps.push(Step::Select { x, out: feedback, dim: d.hidden });
         for draft in 1..=drafts {
             if draft > 1 {
-                feedback = p.drafter_layer(d, Tokens::Draft(draft - 1), feedback);
+                feedback = p.drafter_layer(d, ranks, Tokens::Draft(draft - 1), feedback);
             }
             let norm = id(Role::DraftNorm);
             let inputs = vec![Input { x: feedback, dim: d.hidden, norm: Some(norm) }];
@@ -664,7 +719,7 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
         }
     }
     let kv = match d.latent {
-        None => KvLayout { n_layers: 1, n_kv_heads: d.n_kv_heads, head_dim: d.head_dim, value_dim: d.head_dim },
+        None => KvLayout { n_layers: 1, n_kv_heads: d.n_kv_heads.div_ceil(ranks.count), head_dim: d.head_dim, value_dim: d.head_dim },
         Some((latent, _)) => KvLayout { n_layers: 1, n_kv_heads: 1, head_dim: latent.row_dim(), value_dim: 0 },
     };
     Ok(Plan { pass, ranks, buffers: p.buffers, kv, steps: p.steps, norm_eps: d.norm_eps })
@@ -836,7 +891,8 @@ impl Builder {
         }
         let bias = config.o_bias.then_some(Role::OBias);
         let inputs = vec![Input { x: buffers.attended, dim: attended_dim, norm: None }];
-        self.residual(linear(Role::O, bias, inputs, config.hidden, Epilogue::Residual { x, tap: None }), partial);
+        let of_some_heads = partial.filter(|_| shard.n_heads < config.n_heads);
+        self.residual(linear(Role::O, bias, inputs, config.hidden, Epilogue::Residual { x, tap: None }), of_some_heads);
 
         let experts = config.experts.as_ref().filter(|_| config.has_experts(layer));
         let Some(experts) = experts else {
@@ -887,19 +943,21 @@ impl Builder {
     }
 
     /// The drafter's one layer over the pairs (embedding of `tokens`, `feature`); the buffer that holds its output, before any norm.
-    fn drafter_layer(&mut self, d: &Drafter, tokens: Tokens, feature: BufferId) -> BufferId {
+    fn drafter_layer(&mut self, d: &Drafter, ranks: Ranks, tokens: Tokens, feature: BufferId) -> BufferId {
         // The one-row steps have buffers of their own: rows of a buffer are fixed in a plan.
         let one = matches!(tokens, Tokens::Draft(_));
         let name = |many: &'static str, single: &'static str| if one { single } else { many };
         let id = |role| WeightId::new(role, None);
+        let (n_heads, n_kv_heads, ffn_dim) = (d.n_heads / ranks.count, d.n_kv_heads.div_ceil(ranks.count), d.ffn_dim / ranks.count);
         let (qkv_name, qkv_dim, attended_dim) = match d.latent {
-            None => (name("draft_qkv", "step_qkv"), (d.n_heads + 2 * d.n_kv_heads) * d.head_dim, d.n_heads * d.head_dim),
+            None => (name("draft_qkv", "step_qkv"), (n_heads + 2 * n_kv_heads) * d.head_dim, n_heads * d.head_dim),
             Some((latent, _)) => (name("draft_latents", "step_latents"), latent.q_rank + latent.row_dim(), d.n_heads * latent.v_dim),
         };
         let e = self.buffer(name("draft_embedding", "step_embedding"), d.hidden, BufferKind::Stream);
         let qkv = self.buffer(qkv_name, qkv_dim, BufferKind::Activation);
         let attended = self.buffer(name("draft_attended", "step_attended"), attended_dim, BufferKind::Activation);
-        let act = self.buffer(name("draft_act", "step_act"), d.ffn_dim, BufferKind::Activation);
+        let act = self.buffer(name("draft_act", "step_act"), ffn_dim, BufferKind::Activation);
+        let partial = (ranks.count > 1).then(|| self.buffer(name("draft_partial", "step_partial"), d.hidden, BufferKind::Activation));
         self.steps.push(Step::Embed { table: id(Role::DraftEmbed), tokens, out: e, dim: d.hidden });
         self.steps.push(Step::Linear(Linear {
             weight: id(if d.latent.is_some() { Role::DraftQkvA } else { Role::DraftQkv }),
@@ -930,20 +988,20 @@ impl Builder {
                 out: attended,
                 q_norm: d.qk_norm.then(|| id(Role::DraftQNorm)),
                 k_norm: d.qk_norm.then(|| id(Role::DraftKNorm)),
-                n_heads: d.n_heads,
-                n_kv_heads: d.n_kv_heads,
+                n_heads,
+                n_kv_heads,
                 head_dim: d.head_dim,
             }));
         }
         let linear = |weight, x: BufferId, dim, norm, n, epilogue| {
             let inputs = vec![Input { x, dim, norm }];
-            Step::Linear(Linear { weight: id(weight), format: Format::Plain, bias: None, inputs, n, epilogue })
+            Linear { weight: id(weight), format: Format::Plain, bias: None, inputs, n, epilogue }
         };
         let residual = || Epilogue::Residual { x, tap: None };
-        self.steps.push(linear(Role::DraftO, attended, attended_dim, None, d.hidden, residual()));
+        self.residual(linear(Role::DraftO, attended, attended_dim, None, d.hidden, residual()), partial);
         let ffn_norm = Some(id(Role::DraftFfnNorm));
-        self.steps.push(linear(Role::DraftGateUp, x, d.hidden, ffn_norm, 2 * d.ffn_dim, Epilogue::SiluMul { out: act }));
-        self.steps.push(linear(Role::DraftDown, act, d.ffn_dim, None, d.hidden, residual()));
+        self.steps.push(Step::Linear(linear(Role::DraftGateUp, x, d.hidden, ffn_norm, 2 * ffn_dim, Epilogue::SiluMul { out: act })));
+        self.residual(linear(Role::DraftDown, act, ffn_dim, None, d.hidden, residual()), partial);
         x
     }
 

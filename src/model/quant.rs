@@ -22,6 +22,9 @@ pub enum Format {
     Int4(Block),
 }
 
+/// What `--fp8-dense` makes of plain matrices: the smallest blocks that kernels have.
+pub const FP8_DENSE: Format = Format::Fp8(Block { rows: 8, cols: Some(32) });
+
 /// The numbers that share a scale; blocks at the ends may be smaller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Block {
@@ -57,6 +60,23 @@ impl Format {
         bytes as u64
     }
 }
+
+/// The value of each e4m3 code: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity, NaN where all bits are set.
+pub const E4M3: [f32; 256] = {
+    let mut values = [0.0; 256];
+    let mut code = 0;
+    while code < 256 {
+        let (exponent, mantissa) = ((code >> 3) as u32 & 15, code as u32 & 7);
+        let size = match (exponent, mantissa) {
+            (15, 7) => f32::NAN,
+            (0, _) => mantissa as f32 / 512.0,
+            _ => f32::from_bits((exponent + 120) << 23 | mantissa << 20),
+        };
+        values[code] = if code < 128 { size } else { -size };
+        code += 1;
+    }
+    values
+};
 
 /// For errors and -v: `int4 in blocks of 1 x 32`.
 impl fmt::Display for Format {
@@ -322,4 +342,23 @@ pub fn floats(tensor: &Tensor) -> Result<Vec<f32>> {
         Dtype::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
         other => bail!("{} in {}: expected bf16, f16 or f32, found {other}", tensor.name, tensor.file),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::E4M3;
+
+    /// Against the definition, and values that other programs print.
+    #[test]
+    fn e4m3_codes() {
+        for (code, value) in E4M3.iter().enumerate() {
+            let (sign, e, m) = (if code < 128 { 1.0 } else { -1.0 }, (code >> 3 & 15) as i32, (code & 7) as f64);
+            let expected = if e == 0 { m / 8.0 * 2f64.powi(-6) } else { (1.0 + m / 8.0) * 2f64.powi(e - 7) };
+            match code & 127 {
+                127 => assert!(value.is_nan()),
+                _ => assert_eq!(f64::from(*value), sign * expected, "code {code:#x}"),
+            }
+        }
+        assert_eq!([E4M3[0x7e], E4M3[0x01], E4M3[0x38], E4M3[0xb8], E4M3[0x08]], [448.0, 0.001953125, 1.0, -1.0, 0.015625]);
+    }
 }

@@ -431,6 +431,24 @@ impl fmt::Display for WeightId {
     }
 }
 
+impl Role {
+    /// Of the target's attention layers, the norm before them apart.
+    pub fn is_attention(self) -> bool {
+        use Role::*;
+        matches!(self, Qkv | QkvBias | QNorm | KNorm | O | OBias | QkvA | QANorm | KvANorm | QB | KvB)
+    }
+
+    pub fn is_drafters(self) -> bool {
+        self >= Role::DraftEmbed
+    }
+
+    /// Of what ranks can divide of an EAGLE-3 drafter.
+    pub fn is_drafters_layer(self) -> bool {
+        use Role::*;
+        matches!(self, DraftQkv | DraftQkvBias | DraftO | DraftGateUp | DraftDown)
+    }
+}
+
 /// As in weights.toml.
 impl fmt::Display for Role {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {

@@ -5,10 +5,10 @@ use crate::support::{write_json, write_safetensors, TensorData};
 use half::bf16;
 use serde_json::{json, Map, Value};
 use std::path::Path;
-use volley::model::checkpoint::Read;
+use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
 use volley::model::draft::DraftModel;
-use volley::model::weights::Weights;
+use volley::model::weights::{Table, Weights};
 
 pub struct D0 {
     pub config: Map<String, Value>,
@@ -138,6 +138,56 @@ pub fn tiny_llama_drafter(config: &Config, weights: &Weights, norms: bool) -> Dr
     }
     d.write(dir.path());
     let model = DraftModel::open(dir.path(), config, weights, None, Read::Mmap).unwrap();
+    model.weights.load(&mut |_, _| {}).unwrap();
+    model
+}
+
+/// A random drafter with latent attention for a small target, of numbers that the kernels have.
+pub fn latent_drafter(target: &Config) -> D0 {
+    let (h, v) = (target.hidden, target.vocab);
+    let mut d = D0::new();
+    d.tensors.clear();
+    for (key, n) in [("hidden_size", h), ("vocab_size", v), ("draft_vocab_size", v), ("num_key_value_heads", 4), ("q_lora_rank", 32)] {
+        d.set(key, n);
+    }
+    for (key, n) in [("kv_lora_rank", 32), ("qk_nope_head_dim", 16), ("qk_rope_head_dim", 8), ("v_head_dim", 16)] {
+        d.set(key, n);
+    }
+    d.set("architectures", json!(["Eagle3DeepseekV2ForCausalLM"])).set("model_type", "kimi_k2");
+    let last = target.n_layers;
+    d.set("eagle_config", json!({"eagle_aux_hidden_state_layer_ids": if last > 2 { vec![2, 3] } else { vec![2] }}));
+    let n_taps = if last > 2 { 2 } else { 1 };
+    for (name, shape) in [
+        ("fc.weight", &[h, n_taps * h][..]),
+        ("midlayer.hidden_norm.weight", &[h]),
+        ("midlayer.input_layernorm.weight", &[h]),
+        ("midlayer.mlp.down_proj.weight", &[h, 128]),
+        ("midlayer.mlp.gate_proj.weight", &[128, h]),
+        ("midlayer.mlp.up_proj.weight", &[128, h]),
+        ("midlayer.post_attention_layernorm.weight", &[h]),
+        ("midlayer.self_attn.q_a_proj.weight", &[32, 2 * h]),
+        ("midlayer.self_attn.q_a_layernorm.weight", &[32]),
+        ("midlayer.self_attn.q_b_proj.weight", &[96, 32]),
+        ("midlayer.self_attn.kv_a_proj_with_mqa.weight", &[40, 2 * h]),
+        ("midlayer.self_attn.kv_a_layernorm.weight", &[32]),
+        ("midlayer.self_attn.kv_b_proj.weight", &[128, 32]),
+        ("midlayer.self_attn.o_proj.weight", &[h, 64]),
+        ("norm.weight", &[h]),
+    ] {
+        d.random(name, shape);
+    }
+    d
+}
+
+/// The model's own layer for multi-token prediction, or a random drafter with latent attention.
+pub fn latent_draft_model(dir: &Path, config: &Config, weights: &Weights, mtp: bool) -> DraftModel {
+    let model = if mtp {
+        DraftModel::mtp(&Table::builtin().unwrap(), config, weights, &Checkpoint::open(dir, Read::Mmap).unwrap()).unwrap()
+    } else {
+        let draft = tempfile::tempdir().unwrap();
+        latent_drafter(config).write(draft.path());
+        DraftModel::open(draft.path(), config, weights, None, Read::Mmap).unwrap()
+    };
     model.weights.load(&mut |_, _| {}).unwrap();
     model
 }
