@@ -367,7 +367,7 @@ __device__ __forceinline__ void up_tile(Stream<F, kColumns>& stream, const Exper
 
 template <class Routed, class Common, int kColumns>
 __device__ __forceinline__ void experts_up(const ExpertParams& p) {
-  constexpr int kRows = kColumns * 8, kCost = 2 * Common::kUnitBytes * Routed::kK / (Routed::kUnitBytes * Common::kK) + 1 >> 1;   // of a shared expert's tile, in tiles of the routed ones
+  constexpr int kRows = kColumns * 8, kCost = (2 * Common::kUnitBytes * Routed::kK / (Routed::kUnitBytes * Common::kK) + 1) / 2;   // of a shared expert's tile, in tiles of the routed ones
   SHARED(float4, partial, [2][kExpertWarps][kColumns][32]);   // in turn, so that a tile needs one barrier; before that the routes' scores
   SHARED(Chosen<kRows>, chosen, );
   SHARED(float, inverse, [kRows]);
