@@ -136,22 +136,13 @@ __device__ __forceinline__ uint32_t load_weights(const uint32_t* p) {
   return r;
 #endif
 }
-// 16 and 4 bytes of constants that other warps or later tiles want too (norm weights): kept in L1. Legal before pdl_wait.
+// 16 bytes of constants that other warps or later tiles want too (norm weights): kept in L1. Legal before pdl_wait.
 __device__ __forceinline__ uint4 load_constants(const uint4* p) {
 #ifdef CPU_SHIM
   return *p;
 #else
   uint4 r;
   asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
-  return r;
-#endif
-}
-__device__ __forceinline__ uint32_t load_constants(const uint32_t* p) {
-#ifdef CPU_SHIM
-  return *p;
-#else
-  uint32_t r;
-  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(r) : "l"(p));
   return r;
 #endif
 }

@@ -210,32 +210,52 @@ fn a_slice_computes_alone() {
     assert!(bytes < whole && 2 * bytes > whole, "{name}: {bytes} of {whole} bytes");
 }
 
+fn machine_of(dir: &Path, fp8_dense: bool) -> Machine {
+    let (config, weights) = open(dir);
+    let options = Options { context: 200, drafter: None, ngram: false, require_graphs: false, fail_capture: |_| false };
+    let config = Config { fp8_dense, ..config };
+    Machine::new(shim::gpu(), config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap()
+}
+
+/// Two machines compute the same but for a fiftieth of the size of their logits.
+fn nearly_the_same(what: &str, a: &mut Machine, b: &mut Machine) {
+    let tokens = prompt(30);
+    let (expected, found) = (logits(a, &tokens, 1024, &[]), logits(b, &tokens, 1024, &[]));
+    let size = |x: &mut dyn Iterator<Item = f32>| x.map(|x| x * x).sum::<f32>().sqrt();
+    let error = size(&mut expected.iter().zip(&found).map(|(a, b)| a - b)) / size(&mut expected.iter().copied());
+    println!("{what}: logits off by {error:.4} of their size");
+    assert!(error < 0.02, "{what}: off by {error} of their size");
+}
+
+fn t0_of_gpus() -> T0 {
+    T0::new().set("hidden_size", 128).set("intermediate_size", 200).set("head_dim", 64).tied(true)
+}
+
+/// Linear layers of every stored format, in passes of one row and of 16: the numbers of their plain copy, the same bits at every width and chunk.
+#[test]
+fn quantised_linears() {
+    for scheme in [Scheme::Int4(32), Scheme::Fp8Channel, Scheme::Fp8Block(8, 32)] {
+        let (stored, plain) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        write_quantised(&t0_of_gpus(), scheme, stored.path(), plain.path());
+        let name = format!("{scheme:?}");
+        let mut m = machine_of(stored.path(), false);
+        nearly_the_same(&name, &mut machine_of(plain.path(), false), &mut m);
+        rows_do_not_depend_on_width_or_chunk(&name, &mut m);
+    }
+}
+
 /// Plain matrices as FP8: of numbers that come from FP8 in the same blocks, the same logits as from their codes, less what the rounding of a scale costs; the same
 /// bits at every width and chunk; fewer bytes, shared experts beside INT4 included.
 #[test]
 fn fp8_dense() {
-    let machine = |dir: &Path, fp8_dense: bool| {
-        let (config, weights) = open(dir);
-        let gpu = shim::gpu();
-        let options = Options { context: 200, drafter: None, ngram: false, require_graphs: false, fail_capture: |_| false };
-        let config = Config { fp8_dense, ..config };
-        Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap()
-    };
     let (stored, plain) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let t0 = T0::new().set("hidden_size", 128).set("intermediate_size", 200).set("head_dim", 64).tied(true);
-    write_quantised(&t0, Scheme::Fp8Block(8, 32), stored.path(), plain.path());
-    let tokens = prompt(30);
-    let expected = logits(&mut machine(stored.path(), false), &tokens, 1024, &[]);
-    let found = logits(&mut machine(plain.path(), true), &tokens, 1024, &[]);
-    let size = |x: &mut dyn Iterator<Item = f32>| x.map(|x| x * x).sum::<f32>().sqrt();
-    let error = size(&mut expected.iter().zip(&found).map(|(a, b)| a - b)) / size(&mut expected.iter().copied());
-    println!("logits off by {error:.4} of their size");
-    assert!(error < 0.02, "off by {error} of their size");
+    write_quantised(&t0_of_gpus(), Scheme::Fp8Block(8, 32), stored.path(), plain.path());
+    nearly_the_same("fp8 of plain", &mut machine_of(stored.path(), false), &mut machine_of(plain.path(), true));
 
     let kimi = Path::new("tests/data/tiny/kimi_k25_int4");
-    let mut m = machine(kimi, true);
+    let mut m = machine_of(kimi, true);
     rows_do_not_depend_on_width_or_chunk("kimi_k25_int4", &mut m);
-    assert!(m.timings.weight_bytes < machine(kimi, false).timings.weight_bytes);
+    assert!(m.timings.weight_bytes < machine_of(kimi, false).timings.weight_bytes);
 }
 
 /// Bytes of one rank of eight in GPU memory, of models that only such machines hold: experts, and up to 8 GB for all else.

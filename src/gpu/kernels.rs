@@ -180,7 +180,7 @@ impl Kernels {
     pub fn load(gpu: &Gpu) -> Result<Kernels> {
         let k = |name| gpu.kernel(name, 0);
         let variant =
-            |tiles, columns, name| -> Result<LinearVariant> { Ok(LinearVariant { tiles, columns, threads: 512, kernel: k(name)? }) };
+            |tiles, columns, threads, name| -> Result<LinearVariant> { Ok(LinearVariant { tiles, columns, threads, kernel: k(name)? }) };
         let experts = |tiles, up: [&'static str; 2], down: [&'static str; 2]| -> Result<ExpertKernels> {
             Ok(ExpertKernels { tiles, up: [k(up[0])?, k(up[1])?], down: [k(down[0])?, k(down[1])?] })
         };
@@ -194,17 +194,17 @@ impl Kernels {
             norm_rows: [k("norm_rows")?, k("norm_rows_bf16")?],
             norm_step: [k("norm_step")?, k("norm_step_bf16")?, k("norm_step_bf16_stream")?],
             linear: vec![
-                variant(Tiles::Bf16, 1, "linear_m8_t1_w16_a2")?,
-                variant(Tiles::Bf16, 2, "linear_m16_t1_w16_a1")?,
-                variant(Tiles::Fp8, 1, "linear_m8_fp8")?,
-                variant(Tiles::Fp8, 2, "linear_m16_fp8")?,
-                variant(Tiles::Fp8Rows, 1, "linear_m8_fp8_rows")?,
-                variant(Tiles::Fp8Rows, 2, "linear_m16_fp8_rows")?,
-                variant(Tiles::Int4, 1, "linear_m8_int4")?,
-                variant(Tiles::Int4, 2, "linear_m16_int4")?,
+                variant(Tiles::Bf16, 1, 512, "linear_m8_t1_w16_a2")?,
+                variant(Tiles::Bf16, 2, 512, "linear_m16_t1_w16_a1")?,
+                variant(Tiles::Fp8, 1, 512, "linear_m8_fp8")?,
+                variant(Tiles::Fp8, 2, 512, "linear_m16_fp8")?,
+                variant(Tiles::Fp8Rows, 1, 512, "linear_m8_fp8_rows")?,
+                variant(Tiles::Fp8Rows, 2, 512, "linear_m16_fp8_rows")?,
+                variant(Tiles::Int4, 1, 512, "linear_m8_int4")?,
+                variant(Tiles::Int4, 2, 256, "linear_m16_int4")?,
             ],
             linear_prefill: [prefill(64, 64, 128, "linear_prefill_64x64")?, prefill(128, 128, 256, "linear_prefill_128x128")?],
-            linear_two: variant(Tiles::Bf16, 2, "linear_two")?,
+            linear_two: variant(Tiles::Bf16, 2, 512, "linear_two")?,
             linear_prefill_two: prefill(64, 64, 128, "linear_prefill_64x64_two")?,
             copy_rows: k("copy_rows")?,
             draft_begin: k("draft_begin")?,

@@ -985,7 +985,7 @@ impl Backend for Machine {
         let mut used = Vec::new();
         for (i, step) in launcher.plan.steps.iter().enumerate() {
             launcher.step(i).with_context(|| format!("step {}", step.name()))?;
-            if let Step::Router(_) = step {
+            if let Step::ExpertsUp(_) = step {
                 used.push(self.gpu.download::<ExpertWork>(self.arena.expert_work.at(0), 1)?[0].n as f64);
             }
         }
