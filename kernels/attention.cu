@@ -181,9 +181,9 @@ constexpr int kPrefetchSteps = 4;
 // Which positions a block works on.
 struct Unit { int n_units, steps_apart, begin, stop; };      // n_units of all blocks of a KV head; units of a chunk
 // Of a pass that ends before position `end`; block 0 has the newest positions: they are the widest chunks and the rows to be written.
-template <int HD, int TILES> __device__ __forceinline__ Unit unit_of(int end, int block) {
+template <int HD, int TILES> __device__ __forceinline__ Unit unit_of(int end, int block, int max_rows) {
   const int n_chunks = attention_chunk_of(end - 1) + 1;
-  const bool fine = HD * 16 * TILES <= kFineColumns && n_chunks > 1 && end <= kAttentionFineEnd;
+  const bool fine = HD * 16 * TILES <= kFineColumns && n_chunks > 1 && end <= (max_rows == 1 ? kAttentionFineEnd : kAttentionFineEndOfMore);
   Unit u;
   u.n_units = fine ? (end + kStep - 1) / kStep : n_chunks;
   u.steps_apart = fine ? attention_chunk_begin(1) / kStep : 1;
@@ -307,7 +307,7 @@ template <int HD, int TILES> __device__ void attention_decode(const AttentionPar
   pdl_launch_dependents();
 
   const int guess = min(load_current(p.length) + 1, p.capacity);
-  const Unit likely = unit_of<HD, TILES>(guess, block);
+  const Unit likely = unit_of<HD, TILES>(guess, block, p.max_rows);
   if (block < likely.n_units && blockIdx.z == 0) {
     const char* k_unit = reinterpret_cast<const char*>(p.k_cache + ((size_t)kv_head * p.capacity + likely.begin) * HD);
     const char* v_unit = reinterpret_cast<const char*>(p.v_cache + (size_t)kv_head * HD * p.capacity + likely.begin);
@@ -345,7 +345,7 @@ template <int HD, int TILES> __device__ void attention_decode(const AttentionPar
 
   const int n_columns = min(rows * group - first_column, kColumns), end = length + rows;
   if (n_columns <= 0) return;
-  const Unit unit = unit_of<HD, TILES>(end, block);
+  const Unit unit = unit_of<HD, TILES>(end, block, p.max_rows);
   if (block >= unit.n_units) return;
   const int begin = unit.begin, stop = unit.stop, first_new = max(length, begin), n_new = stop - first_new;      // rows of this pass in this unit, if positive
 

@@ -3,7 +3,7 @@
 // All time is weight streaming and waiting for the kernel before, so the kernel is built around loads in flight and a short way from the dependency wait to the last store.
 // Weights are the 16-row operand of the mma, rows of the pass its 8 columns: 1 to 8 rows cost the same bytes. A block takes groups of kTiles 16-row tiles,
 // blockIdx.x, + gridDim.x, ...; its warps split K, each a run of whole segments. A lane keeps kAhead 32-k blocks of weights in flight in registers, from before the
-// dependency wait on, and asks for the next group's before the block adds up the present one. A warp leaves each segment's sum in shared memory; then one thread per
+// dependency wait on, and of x, which L1 has, those of kXAhead blocks; it asks for the next group's before the block adds up the present one. A warp leaves each segment's sum in shared memory; then one thread per
 // output adds the segments in ascending order. Segments belong to the weight (params.h), so all variants and widths give the same bits, and linear_prefill too.
 // RMSNorm costs the K loop nothing: x comes as bf16(x * norm) with the squares of its tiles (params.h); one warp a row makes inv from them while others stream.
 //
@@ -16,7 +16,7 @@
 namespace {
 
 // F: the format of the weights. kGrouped: each run of group_tiles tiles has columns of x of its own (the heads of a latent).
-template <class F, int kTiles, int kColumns, int kWarps, int kAhead, int kParts, bool kGrouped = false>
+template <class F, int kTiles, int kColumns, int kWarps, int kAhead, int kXAhead, int kParts, bool kGrouped = false>
 __device__ __forceinline__ void linear(const LinearParams& p) {
   constexpr int kAdders = kTiles * kColumns * 4;      // warps that add up outputs, one output a thread
   constexpr int kBuffers = kTiles * kColumns == 1 ? 2 : 1;
@@ -24,6 +24,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   constexpr int kRowsAWarp = (kColumns * 8 + kWarps - 1) / kWarps;   // rows whose inv a warp makes: warp, + kWarps
   constexpr int kBatch = 8;                           // segments read at once: 16 cost registers that the loads in flight need
   static_assert(kAdders <= kWarps, "one output a thread");
+  static_assert(kAhead % kXAhead == 0, "a unit's place among those of x is known to the compiler");
   SHARED(float4, partial, [kBuffers][32][kTiles * kColumns][32]);
   SHARED(float, inverse, [kParts][kColumns * 8]);
   SHARED(float, best, [kAdders * 32]);
@@ -64,20 +65,20 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
     }
   };
   typename F::Held held[kAhead][kTiles];
-  uint4 in[kAhead][kColumns][F::kWords];
-  auto fetch = [&](int slot, int block, int u) {   // starts the loads of my block `block` + u, if there is one
-    if (block + u < n_mine) {
+  uint4 in[kXAhead][kColumns][F::kWords] = {};
+  // Start the loads of unit u from where the pointers stand, of which `left` are mine from there on. What is not there of x keeps what it had, and meets weights of 0.
+  auto fetch = [&](int slot, int u, int left) {
+    if (u < left) {
 #pragma unroll
-      for (int r = 0; r < kTiles; r++)
-        F::load(held[slot][r], weights[r] + (size_t)block * F::kUnitBytes + u * F::kUnitBytes, scales[r] + (block + u) * 2, lane);
+      for (int r = 0; r < kTiles; r++) F::load(held[slot][r], weights[r] + u * F::kUnitBytes, scales[r] + u * 2, lane);
     }
   };
-  auto fetch_x = [&](int slot, int block, int u) {
+  auto fetch_x = [&](int slot, int u) {
 #pragma unroll
     for (int c = 0; c < kColumns; c++)
 #pragma unroll
       for (int w = 0; w < F::kWords; w++)
-        in[slot][c][w] = (block + u) * F::kWords + w < n_x[c] ? load_activations(reinterpret_cast<const uint4*>(x[c] + block * F::kK + u * F::kK + w * 32)) : make_uint4(0, 0, 0, 0);
+        if (u * F::kWords + w < n_x[c]) in[slot][c][w] = load_activations(reinterpret_cast<const uint4*>(x[c] + u * F::kK + w * 32));
   };
   // The output of an adding thread: row `row` of the pass, row n of the weights, or column j of a gated output.
   struct Output { bool wanted; int row, n, j; };
@@ -103,7 +104,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   if ((int)blockIdx.x < n_groups) {
     enter_group(blockIdx.x, 0);
 #pragma unroll
-    for (int u = 0; u < kAhead; u++) fetch(u, 0, u);
+    for (int u = 0; u < kAhead; u++) fetch(u, u, n_mine);
     fetch_constants(blockIdx.x);
   }
   if (p.max_value && warp < kAdders) { best[threadIdx.x] = -INFINITY; best_id[threadIdx.x] = 0x7fffffff; }
@@ -144,7 +145,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
         }
       }
 #pragma unroll
-      for (int u = 0; u < kAhead; u++) fetch_x(u, 0, u);
+      for (int u = 0; u < kXAhead; u++) fetch_x(u, u);
       if (last_part && reads_residual) residual = load_activation(residual_at);
       float square_sum[kRowsAWarp] = {};
       if (first_group && part.squares) {
@@ -184,9 +185,9 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 #pragma unroll
             for (int c = 0; c < kColumns; c++)
 #pragma unroll
-              for (int w = 0; w < F::kWords; w++) F::multiply(acc[r][c], held[u][r], w, in[u][c][w]);
-          fetch(u, b0 + kAhead, u);
-          fetch_x(u, b0 + kAhead, u);
+              for (int w = 0; w < F::kWords; w++) F::multiply(acc[r][c], held[u][r], w, in[u % kXAhead][c][w]);
+          fetch(u, u + kAhead, n_mine - b0);
+          fetch_x(u % kXAhead, u + kXAhead);
 #ifdef PLANT_OFF_BY_ONE
           const bool ends = --left <= 1 || b0 + u + 1 == n_mine;
 #else
@@ -202,6 +203,10 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
             left = part.segment_blocks;
           }
         }
+#pragma unroll
+        for (int r = 0; r < kTiles; r++) { weights[r] += kAhead * F::kUnitBytes; scales[r] += kAhead * 2; }
+#pragma unroll
+        for (int c = 0; c < kColumns; c++) { x[c] += kAhead * F::kK; n_x[c] -= kAhead * F::kWords; }
       }
       if (first_group && part.squares) {
 #pragma unroll
@@ -211,13 +216,18 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
             if (lane == 0) inverse[i][warp + j * kWarps] = inverse_rms(total, part.k, part.eps);
           }
       }
+      if (kParts == 1) {   // back to my first unit
+        const int done = (max(n_mine, 0) + kAhead - 1) / kAhead * kAhead;
+#pragma unroll
+        for (int c = 0; c < kColumns; c++) { x[c] -= done * F::kK; n_x[c] += done * F::kWords; }
+      }
       // The next loads start before this sum is added up.
       const int next_group = last_part ? group + gridDim.x : group;
       if (next_group < n_groups) {
         if (kParts > 1) enter_part(last_part ? 0 : i + 1);
         enter_group(next_group, last_part ? 0 : i + 1);
 #pragma unroll
-        for (int u = 0; u < kAhead; u++) fetch(u, 0, u);
+        for (int u = 0; u < kAhead; u++) fetch(u, u, n_mine);
       }
       const int thread = thread_index_anew();
       const Output o = output_of(thread, group);
@@ -294,16 +304,16 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 
 // linear_m<most rows>_t<tiles a group>_w<warps>_a<blocks ahead>; linear_two takes two parts and up to 16 rows. Launched with min(n_groups, 2 blocks per SM).
 // On an H200 these beat 8 warps, 2 tiles a group and 1 block ahead by 1 to 15 % at 8B, 1B and 135M; 3 blocks ahead, or 24 warps, spill.
-#define LINEAR(name, format, tiles, columns, warps, ahead, parts, ...) \
-  KERNEL(name, LinearParams, warps * 32, 2) { linear<format, tiles, columns, warps, ahead, parts, ##__VA_ARGS__>(p); }
-LINEAR(linear_m8_t1_w16_a2, Bf16, 1, 1, 16, 2, 1)
-LINEAR(linear_m16_t1_w16_a1, Bf16, 1, 2, 16, 1, 1)
-LINEAR(linear_two, Bf16, 1, 2, 16, 1, 2)
-LINEAR(linear_m8_fp8, Fp8, 1, 1, 16, 2, 1)
-LINEAR(linear_m16_fp8, Fp8, 1, 2, 16, 1, 1)
-LINEAR(linear_m8_fp8_rows, Fp8Rows, 1, 1, 16, 2, 1)
-LINEAR(linear_m16_fp8_rows, Fp8Rows, 1, 2, 16, 1, 1)
-LINEAR(linear_m8_int4, Int4, 1, 1, 16, 1, 1)
-LINEAR(linear_m16_int4, Int4, 1, 2, 8, 2, 1)   // 8 warps: the registers of 16 do not suffice
-LINEAR(linear_m8_grouped, Bf16, 1, 1, 16, 2, 1, true)
-LINEAR(linear_m16_grouped, Bf16, 1, 2, 16, 1, 1, true)
+#define LINEAR(name, format, tiles, columns, warps, ahead, x_ahead, parts, ...) \
+  KERNEL(name, LinearParams, warps * 32, 2) { linear<format, tiles, columns, warps, ahead, x_ahead, parts, ##__VA_ARGS__>(p); }
+LINEAR(linear_m8_t1_w16_a2, Bf16, 1, 1, 16, 2, 2, 1)
+LINEAR(linear_m16_t1_w16_a1, Bf16, 1, 2, 16, 1, 1, 1)
+LINEAR(linear_two, Bf16, 1, 2, 16, 1, 1, 2)
+LINEAR(linear_m8_fp8, Fp8, 1, 1, 16, 4, 1, 1)
+LINEAR(linear_m16_fp8, Fp8, 1, 2, 16, 1, 1, 1)
+LINEAR(linear_m8_fp8_rows, Fp8Rows, 1, 1, 16, 3, 1, 1)
+LINEAR(linear_m16_fp8_rows, Fp8Rows, 1, 2, 16, 2, 1, 1)
+LINEAR(linear_m8_int4, Int4, 1, 1, 16, 2, 1, 1)
+LINEAR(linear_m16_int4, Int4, 1, 2, 8, 2, 2, 1)   // 8 warps: the registers of 16 do not suffice
+LINEAR(linear_m8_grouped, Bf16, 1, 1, 16, 2, 2, 1, true)
+LINEAR(linear_m16_grouped, Bf16, 1, 2, 16, 1, 1, 1, true)

@@ -311,7 +311,8 @@ static_assert(sizeof(ReadParams) == 24, "twin in Rust");
 enum {
   kAttentionStep = 64,            // positions whose scores share one maximum before they are folded
   kAttentionWideBegin = 16384,    // chunks are 256 wide below, 1024 from here
-  kAttentionFineEnd = 1024,       // decode passes that end by here may give each block a step instead of a chunk
+  kAttentionFineEnd = 2048,       // decode passes of one row that end by here may give each block a step instead of a chunk;
+  kAttentionFineEndOfMore = 1024, // of several rows, whose partial results are more to fold
   kAttentionMaxRows = 16          // of a decode or verify pass
 };
 // The chunks of the KV cache: the chunk of a position, and the first position of a chunk. Absolute, so that bits depend on the position alone.

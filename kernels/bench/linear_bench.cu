@@ -18,16 +18,27 @@
 #include "../repack.cu"
 
 // Candidates beside the kernels in use, for tuning on another chip.
-LINEAR(linear_m8_t1_w8_a4, Bf16, 1, 1, 8, 4, 1)
-LINEAR(linear_m8_t2_w8_a3, Bf16, 2, 1, 8, 3, 1)
+LINEAR(linear_m8_t1_w8_a4, Bf16, 1, 1, 8, 4, 4, 1)
+LINEAR(linear_m8_t2_w8_a3, Bf16, 2, 1, 8, 3, 3, 1)
+LINEAR(linear_m8_t2_w8_a4, Bf16, 2, 1, 8, 4, 1, 1)
+LINEAR(fp8_m8_t2_w16_a1, Fp8, 2, 1, 16, 1, 1, 1)
+LINEAR(fp8_m8_t2_w8_a4, Fp8, 2, 1, 8, 4, 1, 1)
+LINEAR(fp8_m8_t1_w8_a8, Fp8, 1, 1, 8, 8, 2, 1)
+LINEAR(int4_m8_t2_w16_a1, Int4, 2, 1, 16, 1, 1, 1)
+LINEAR(int4_m8_t2_w8_a2, Int4, 2, 1, 8, 2, 1, 1)
+LINEAR(int4_m8_t2_w8_a4, Int4, 2, 1, 8, 4, 1, 1)
+LINEAR(int4_m8_t1_w8_a4, Int4, 1, 1, 8, 4, 1, 1)
 
 #define CHECK(x) do { cudaError_t e_ = (x); if (e_) { std::printf("error: %s: %s (line %d)\n", #x, cudaGetErrorString(e_), __LINE__); std::exit(1); } } while (0)
 
 namespace {
-struct Variant { const char* name; const void* f; int tiles, columns, warps; };
-#define V(name, tiles, columns, warps) {#name, (const void*)name, tiles, columns, warps}
+enum Format { kBf16, kFp8, kInt4 };
+struct Variant { const char* name; const void* f; int tiles, columns, warps; Format format; };
+#define V(name, tiles, columns, warps, ...) {#name, (const void*)name, tiles, columns, warps, Format(__VA_ARGS__)}
 const Variant kVariants[] = {
-    V(linear_m8_t1_w16_a2, 1, 1, 16), V(linear_m8_t1_w8_a4, 1, 1, 8), V(linear_m8_t2_w8_a3, 2, 1, 8), V(linear_m16_t1_w16_a1, 1, 2, 16),
+    V(linear_m8_t1_w16_a2, 1, 1, 16), V(linear_m8_t1_w8_a4, 1, 1, 8), V(linear_m8_t2_w8_a3, 2, 1, 8), V(linear_m16_t1_w16_a1, 1, 2, 16), V(linear_m8_t2_w8_a4, 2, 1, 8),
+    V(linear_m8_fp8, 1, 1, 16, kFp8), V(fp8_m8_t2_w16_a1, 2, 1, 16, kFp8), V(fp8_m8_t2_w8_a4, 2, 1, 8, kFp8), V(fp8_m8_t1_w8_a8, 1, 1, 8, kFp8),
+    V(linear_m8_int4, 1, 1, 16, kInt4), V(int4_m8_t2_w16_a1, 2, 1, 16, kInt4), V(int4_m8_t2_w8_a2, 2, 1, 8, kInt4), V(int4_m8_t2_w8_a4, 2, 1, 8, kInt4), V(int4_m8_t1_w8_a4, 1, 1, 8, kInt4),
 };
 struct Prefill { const char* name; const void* f; int n, m, threads, shared; };
 const Prefill kPrefill[] = {{"prefill 128x128", (const void*)linear_prefill_128x128, 128, 128, 256, kPrefillRing}, {"prefill 64x64", (const void*)linear_prefill_64x64, 64, 64, 128, kPrefillRing}};
@@ -41,7 +52,10 @@ char* weights; size_t weights_bytes;
 bf16 *buffer[3], *norm_weight; float *logits, *max_value, *inverse, *squares; int* max_id;   // buffer: two activations, and normed; logits: the residual stream, too
 double ceiling;   // GB/s
 
-size_t bytes_of(const Shape& s) { const int rows = s.epilogue == kEpilogueSilu ? 2 * s.n : s.n; return (size_t)(rows + 15) / 16 * 16 * k_blocks_of(s.k) * 64; }
+size_t bytes_of(const Shape& s, Format format = kBf16) {   // scales of FP8 not counted
+  const int rows = s.epilogue == kEpilogueSilu ? 2 * s.n : s.n;
+  return (size_t)(rows + 15) / 16 * (format == kInt4 ? units_of<Int4>(s.k) * Int4::kUnitBytes : k_blocks_of(s.k) * (format == kFp8 ? 512 : 1024));
+}
 
 void launch(const void* f, dim3 grid, int threads, int shared, void* params, bool pdl) {
   cudaLaunchConfig_t c = {}; c.gridDim = grid; c.blockDim = threads; c.dynamicSmemBytes = shared; c.stream = stream;
@@ -51,16 +65,18 @@ void launch(const void* f, dim3 grid, int threads, int shared, void* params, boo
   CHECK(cudaLaunchKernelExC(&c, f, args));
 }
 unsigned short segments(int k) { return (k_blocks_of(k) + segment_blocks_of(k_blocks_of(k)) - 1) / segment_blocks_of(k_blocks_of(k)); }
-LinearParams params_of(const Shape& s, size_t offset, const bf16* x, bf16* out, int rows) {
+LinearParams params_of(const Shape& s, size_t offset, const bf16* x, bf16* out, int rows, Format format = kBf16) {
   LinearParams p{};
   p.part[0] = {(const uint4*)(weights + offset), nullptr, x, s.norm ? squares : nullptr, nullptr, s.k, s.k, (unsigned short)segment_blocks_of(k_blocks_of(s.k)), segments(s.k), 1e-5f};
+  if (format == kFp8) p.part[0].scales = (const float*)weights;   // any numbers
+  if (format == kInt4) { const int units = units_of<Int4>(s.k), each = segment_blocks_of(units); p.part[0].segment_blocks = each; p.part[0].n_segments = (units + each - 1) / each; }
   p.n_parts = 1; p.n = s.n; p.n_tiles = s.epilogue == kEpilogueSilu ? (s.n + 7) / 8 : (s.n + 15) / 16;
   p.rows = rows; p.epilogue = s.epilogue; p.out_stride = s.n; p.out = out; p.stream = s.epilogue == kEpilogueResidual ? logits : nullptr; p.logits = logits;
   if (s.epilogue == kEpilogueLogits) { p.max_value = max_value; p.max_id = max_id; }
   return p;
 }
 void linear_launch(const Choice& c, const Shape& s, size_t offset, const bf16* x, bf16* out, int rows, int layer) {
-  LinearParams p = params_of(s, offset, x, out, rows);
+  LinearParams p = params_of(s, offset, x, out, rows, c.v->format);
   if (s.epilogue == kEpilogueResidual) { p.next_norm = norm_weight + layer % 64 * 8192; p.normed = buffer[2]; p.squares = squares; }
   const int n_groups = (p.n_tiles + c.v->tiles - 1) / c.v->tiles;
   launch(c.v->f, dim3(c.per_sm ? std::min(n_groups, c.per_sm * n_sms) : n_groups), c.v->warps * 32, 0, &p, true);
@@ -130,7 +146,7 @@ bool check_all() {
     fetch(expected);
     auto compare = [&](const char* what) { fetch(got); size_t differ = 0; for (size_t i = 0; i < got.size(); i += element) differ += std::memcmp(&got[i], &expected[i], element) != 0; if (differ) { std::printf("FAILED %s on %s: %zu of %zu outputs differ\n", what, s.name, differ, count); ok = false; } };
     for (const Variant& v : kVariants) for (int width : {1, 3, 8, 16}) {
-      if (width > v.columns * 8) continue;
+      if (width > v.columns * 8 || v.format != kBf16) continue;
       reset();
       for (int m = 0; m + width <= rows || m < rows; m += width) {
         LinearParams p = shifted(params_of(s, 0, x, buffer[1], std::min(width, rows - m)), m);
@@ -159,7 +175,7 @@ bool check_all() {
 // ---- timing ----
 std::vector<Choice> choices(int rows) {
   std::vector<Choice> r;
-  for (const Variant& v : kVariants) if (v.columns * 8 >= rows && (rows > 8 || v.columns == 1)) for (int per_sm : {0, 1, 2, 3, 4}) r.push_back({&v, per_sm});
+  for (const Variant& v : kVariants) if (v.format == kBf16 && v.columns * 8 >= rows && (rows > 8 || v.columns == 1)) for (int per_sm : {0, 1, 2, 3, 4}) r.push_back({&v, per_sm});
   return r;
 }
 // A chain of one shape over fresh weights; microseconds a launch.
@@ -181,7 +197,7 @@ void time_shapes(const Model& model) {
     best_of[key(s, rows)] = t[0].second;
     std::printf("%-13s %-8s %6dx%-5d M%-2d", model.name, s.name, s.n, s.k, rows);
     std::map<const Variant*, int> shown;
-    for (auto& [us, c] : t) if (!shown[c.v]++) std::printf(" | %s/%d %.2f us %.0f%%", c.v->name + 7, c.per_sm, us, 100 * bytes_of(s) / us / 1e3 / ceiling);
+    for (auto& [us, c] : t) if (!shown[c.v]++) std::printf(" | %s/%d %.2f us %.0f%%", c.v->name, c.per_sm, us, 100 * bytes_of(s) / us / 1e3 / ceiling);
     std::printf("\n"); std::fflush(stdout);
   }
 }
@@ -192,9 +208,10 @@ void time_chain(const Model& m, int rows, const Choice* fixed) {
     std::vector<Link> all;
     size_t offset = 0; total = 0;
     auto add = [&](const Shape& s, int from, int to, int norm) {
-      if (offset + bytes_of(s) > weights_bytes) offset = 0;
+      const size_t bytes = bytes_of(s, fixed ? fixed->v->format : kBf16);
+      if (offset + bytes > weights_bytes) offset = 0;
       all.push_back({&s, from, to, norm, offset});
-      offset += bytes_of(s); total += bytes_of(s);
+      offset += bytes; total += bytes;
     };
     for (int l = 0; l < m.layers; l++) { add(m.layer[0], 2, 1, 0); add(m.layer[1], 1, 0, 2 * l); add(m.layer[2], 2, 1, 0); add(m.layer[3], 1, 0, 2 * l + 1); }
     add(m.head, 2, 1, 0);
@@ -204,7 +221,7 @@ void time_chain(const Model& m, int rows, const Choice* fixed) {
       linear_launch(fixed ? *fixed : best_of.at(key(*a.s, rows)), *a.s, a.offset, buffer[a.from], buffer[a.to], rows, a.norm);
     }
   });
-  std::printf("chain %-13s M%-2d %-22s/%d: %d linears %.3f GB %.4f ms %.0f GB/s %.1f%% of the ceiling\n", m.name, rows, fixed ? fixed->v->name + 7 : "best per shape", fixed ? fixed->per_sm : 0, n, total / 1e9, ms, total / ms / 1e6, 100 * total / ms / 1e6 / ceiling);
+  std::printf("chain %-13s M%-2d %-22s/%d: %d linears %.3f GB %.4f ms %.0f GB/s %.1f%% of the ceiling\n", m.name, rows, fixed ? fixed->v->name : "best per shape", fixed ? fixed->per_sm : 0, n, total / 1e9, ms, total / ms / 1e6, 100 * total / ms / 1e6 / ceiling);
   std::fflush(stdout);
 }
 void time_prefill(const Model& m, int rows) {

@@ -243,7 +243,7 @@ mod tests {
     fn attention_has_the_blocks_that_its_kernel_asks_for() {
         // attention_blocks of kernels/params.h.
         let needed = |n: usize| {
-            let (steps, last) = (n.min(1024).div_ceil(64), n - 1);
+            let (steps, last) = (n.min(2048).div_ceil(64), n - 1);
             steps.max(if last < 16384 { last / 256 } else { 64 + (last - 16384) / 1024 } + 1)
         };
         for n in 1..200_000 {
