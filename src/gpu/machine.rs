@@ -400,6 +400,7 @@ impl Machine {
             let decode = self.plans[&pass].0.rows() <= MAX_WIDTH;
             let choices = if let Pass::Verify { .. } = pass { choices } else { &[Choice::Greedy] };
             let buckets = if decode { self.buckets.clone() } else { vec![last] };
+            let mut warned = false;
             for (chunks, &choice) in buckets.into_iter().flat_map(|b| choices.iter().map(move |c| (b, c))) {
                 let launcher = self.launcher(pass, chunks, choice);
                 let captured =
@@ -408,9 +409,11 @@ impl Machine {
                     Ok(graph) => Some(graph),
                     Err(e) if require_graphs => return Err(machine(format!("the graph of {pass:?} was not captured: {e:#}"))),
                     Err(e) => {
-                        eprintln!(
-                            "warning: the graph of {pass:?} was not captured ({e:#}); it runs launch by launch, with the same tokens"
-                        );
+                        if !std::mem::replace(&mut warned, true) {
+                            eprintln!(
+                                "warning: the graph of {pass:?} was not captured ({e:#}); it runs launch by launch, with the same tokens"
+                            );
+                        }
                         None
                     }
                 };
