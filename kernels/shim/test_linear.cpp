@@ -42,7 +42,7 @@ template <class X> float tile_squares(const X* x) {
 std::vector<uint4> retiled(const std::vector<bf16>& w, int n, int k) {
   const int k_blocks = k_blocks_of(k), n_padded = (n + 15) / 16 * 16;
   auto to = poisoned<uint4>((size_t)n_padded * k_blocks * 4);
-  RepackParams p{w.data(), to.data(), k, kSourceBf16, kRowsPlain, n, n_padded, 0, k, k_blocks, 0};
+  RepackParams p{w.data(), to.data(), k, kSourceBf16, kRowsPlain, n, n_padded, 0, k, k_blocks, 0, nullptr};
   run("repack", dim3((k_blocks * 16 + 255) / 256, n_padded), 256, p);
   return to;
 }
@@ -75,7 +75,7 @@ struct Problem {
         const int k_blocks = k_blocks_of(k[i]), padded = n_tiles * 8;
         tiles[i] = poisoned<uint4>((size_t)n_tiles * k_blocks * 64);
         for (int up = 0; up < 2; up++) {
-          RepackParams p{w[i].data() + (size_t)up * n * k[i], tiles[i].data(), k[i], kSourceBf16, up ? kRowsUp : kRowsGate, n, padded, 0, k[i], k_blocks, 0};
+          RepackParams p{w[i].data() + (size_t)up * n * k[i], tiles[i].data(), k[i], kSourceBf16, up ? kRowsUp : kRowsGate, n, padded, 0, k[i], k_blocks, 0, nullptr};
           run("repack", dim3((k_blocks * 16 + 255) / 256, padded), 256, p);
         }
       } else tiles[i] = retiled(w[i], n, k[i]);
@@ -243,7 +243,7 @@ void check_repack() {
   for (int type = 0; type < 3; type++) for (int offset : {0, 16, 19}) {
     const int tiles = (n + offset + 15) / 16;
     auto to = poisoned<uint4>((size_t)tiles * k_blocks * 64);
-    RepackParams p{source[type], to.data(), k, type, kRowsPlain, n, tiles * 16 - offset, offset, k, k_blocks, 0};
+    RepackParams p{source[type], to.data(), k, type, kRowsPlain, n, tiles * 16 - offset, offset, k, k_blocks, 0, nullptr};
     run("repack", dim3(1, p.rows), 256, p);
     bool ok = true; const bf16* e = reinterpret_cast<const bf16*>(to.data());
     for (int i = offset; i < tiles * 16; i++) for (int c = 0; c < 64; c++) {

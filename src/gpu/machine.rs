@@ -26,7 +26,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
 /// What the GPU stores: bf16 weights, bf16 keys and values.
-pub const STORAGE: Storage = Storage { weight: 2, kv: 2 };
+pub const STORAGE: Storage = Storage { weight: 2, kv: 2, plain_kv_b: true };
 
 /// Widths of the verify graphs: plain decode, every number of drafts, and the widest.
 pub const WIDTHS: [usize; 9] = [1, 2, 3, 4, 5, 6, 7, 8, 16];

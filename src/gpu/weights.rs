@@ -3,7 +3,7 @@
 //! which rows and columns are this rank's: no others are read.
 use super::device::{Event, Gpu, Launch, Memory, Pinned};
 use super::kernels::{Absorbed, Kernels, Matrix, Tiles};
-use super::params::{FillCodesParams, FillParams, QuantiseParams, RepackCodesParams, RepackParams, ROWS_GATE, ROWS_PLAIN, ROWS_UP};
+use super::params::{FillCodesParams, FillParams, RepackCodesParams, RepackParams, ROWS_GATE, ROWS_PLAIN, ROWS_UP};
 use crate::model::checkpoint::{Dtype, Tensor};
 use crate::model::plan::{Epilogue, Plan, Ranks, Step};
 use crate::model::quant::{Block, Format, E4M3};
@@ -371,7 +371,7 @@ enum Repack {
     Plain(RepackParams),
     Fp8(RepackCodesParams),
     Int4(RepackCodesParams),
-    Quantise(QuantiseParams),
+    Quantise(RepackParams),
 }
 
 impl Batch<'_> {
@@ -532,8 +532,12 @@ impl<'a> Upload<'a> {
             for part in &matrix.parts {
                 let k_blocks = part.k.div_ceil(32) as i32;
                 let weights = part.at + (place.expert * matrix.part_bytes(part)) as u64;
-                if matrix.tiles == Tiles::Bf16 {
-                    self.planned.repacks.push(Repack::Plain(RepackParams {
+                let tile_scales = match matrix.tiles {
+                    Tiles::Fp8 => part.scales_at + (4 * place.expert * matrix.part_scales(part)) as u64,
+                    _ => 0,
+                };
+                if matrix.tiles == Tiles::Bf16 || quantise {
+                    let params = RepackParams {
                         source: source + (part.column * bits / 8) as u64,
                         weights,
                         source_stride: slice.cols.len() as i64,
@@ -545,32 +549,16 @@ impl<'a> Upload<'a> {
                         k: part.k as i32,
                         k_blocks,
                         pad: 0,
-                    }));
-                    continue;
-                }
-                let tile_scales = part.scales_at + (4 * place.expert * matrix.part_scales(part)) as u64;
-                if quantise {
-                    self.planned.repacks.push(Repack::Quantise(QuantiseParams {
-                        source: source + (part.column * bits / 8) as u64,
-                        weights,
                         tile_scales,
-                        source_stride: slice.cols.len() as i64,
-                        source_type,
-                        order: place.order,
-                        n_source_rows: take as i32,
-                        rows: launched as i32,
-                        row_offset: (place.first + row) as i32,
-                        k: part.k as i32,
-                        k_blocks,
-                        pad: 0,
-                    }));
+                    };
+                    self.planned.repacks.push(if quantise { Repack::Quantise(params) } else { Repack::Plain(params) });
                     continue;
                 }
                 let params = RepackCodesParams {
                     source,
                     scales: scales_at,
                     weights,
-                    tile_scales: if matrix.tiles == Tiles::Fp8 { tile_scales } else { 0 },
+                    tile_scales,
                     source_stride: row_bytes as i64,
                     scale_stride: scales.as_ref().map_or(0, |s| (s.row_bytes / s.tensor.dtype.bytes()) as i32),
                     scale_bf16: scales.as_ref().is_some_and(|s| s.tensor.dtype != Dtype::F32) as i32,
@@ -720,6 +708,7 @@ impl<'a> Upload<'a> {
                 k: k as i32,
                 k_blocks: k.div_ceil(32) as i32,
                 pad: 0,
+                tile_scales: 0,
             });
             repack.launch(self.gpu, self.kernels)?;
             self.gpu.record(free)?;
