@@ -15,8 +15,8 @@
 
 namespace {
 
-// F: the format of the weights. kGrouped: each run of group_tiles tiles has columns of x of its own (the heads of a latent).
-template <class F, int kTiles, int kColumns, int kWarps, int kAhead, int kXAhead, int kParts, bool kGrouped = false>
+// F: the format of the weights.
+template <class F, int kTiles, int kColumns, int kWarps, int kAhead, int kXAhead, int kParts>
 __device__ __forceinline__ void linear(const LinearParams& p) {
   constexpr int kAdders = kTiles * kColumns * 4;      // warps that add up outputs, one output a thread
   constexpr int kBuffers = kTiles * kColumns == 1 ? 2 : 1;
@@ -35,8 +35,8 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 
   // This warp's share of a part: units first .. first + n_mine of K, whole segments.
   int first = 0, n_mine = 0;
-  const char* weights[kTiles];
-  const float* scales[kTiles];
+  const char* weights[kTiles] = {};
+  const float* scales[kTiles] = {};
   const bf16* x[kColumns];
   int n_x[kColumns];         // of my units' 32-k words, those in which this lane's 8 k of this row exist
   SharedAddress slot = shared_address(&partial[0][0][0][t * 8 + ((g + 2 * t) & 7)]);
@@ -137,13 +137,6 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
     for (int i = 0; i < kParts; i++) {
       const LinearPart& part = p.part[i];
       const bool last_part = i + 1 == kParts;
-      if (kGrouped) {
-#pragma unroll
-        for (int c = 0; c < kColumns; c++) {
-          const int row = c * 8 + g;
-          x[c] = part.x + (size_t)(row < p.rows ? row : 0) * part.x_stride + group / p.group_tiles * p.group_stride + first * F::kK + 8 * t;
-        }
-      }
 #pragma unroll
       for (int u = 0; u < kXAhead; u++) fetch_x(u, u);
       if (last_part && reads_residual) residual = load_activation(residual_at);
@@ -302,18 +295,18 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 }
 }  // namespace
 
-// linear_m<most rows>_t<tiles a group>_w<warps>_a<blocks ahead>; linear_two takes two parts and up to 16 rows. Launched with min(n_groups, 2 blocks per SM).
-// On an H200 these beat 8 warps, 2 tiles a group and 1 block ahead by 1 to 15 % at 8B, 1B and 135M; 3 blocks ahead, or 24 warps, spill.
-#define LINEAR(name, format, tiles, columns, warps, ahead, x_ahead, parts, ...) \
-  KERNEL(name, LinearParams, warps * 32, 2) { linear<format, tiles, columns, warps, ahead, x_ahead, parts, ##__VA_ARGS__>(p); }
-LINEAR(linear_m8_t1_w16_a2, Bf16, 1, 1, 16, 2, 2, 1)
-LINEAR(linear_m16_t1_w16_a1, Bf16, 1, 2, 16, 1, 1, 1)
-LINEAR(linear_two, Bf16, 1, 2, 16, 1, 1, 2)
-LINEAR(linear_m8_fp8, Fp8, 1, 1, 16, 4, 1, 1)
-LINEAR(linear_m16_fp8, Fp8, 1, 2, 16, 1, 1, 1)
-LINEAR(linear_m8_fp8_rows, Fp8Rows, 1, 1, 16, 3, 1, 1)
-LINEAR(linear_m16_fp8_rows, Fp8Rows, 1, 2, 16, 2, 1, 1)
-LINEAR(linear_m8_int4, Int4, 1, 1, 16, 2, 1, 1)
-LINEAR(linear_m16_int4, Int4, 1, 2, 8, 2, 2, 1)   // 8 warps: the registers of 16 do not suffice
-LINEAR(linear_m8_grouped, Bf16, 1, 1, 16, 2, 2, 1, true)
-LINEAR(linear_m16_grouped, Bf16, 1, 2, 16, 1, 1, 1, true)
+// linear_m<most rows>[_<format>]; linear_m8_short is for a K of at most 48 blocks, all of which it asks for at once; linear_two takes two parts and up to 16 rows. Launched with
+// min(n_tiles, 2 blocks per SM). On an H200 (kernels/bench/linear_bench.cu, chains) they beat 16 warps with half the registers each by 1 % at 8B, 5 % at 1B, 18 to 25 % at 135M; two tiles at once,
+// three blocks a SM, and 4 warps are slower.
+#define LINEAR(name, format, tiles, columns, warps, ahead, x_ahead, parts) \
+  KERNEL(name, LinearParams, warps * 32, 2) { linear<format, tiles, columns, warps, ahead, x_ahead, parts>(p); }
+LINEAR(linear_m8, Bf16, 1, 1, 8, 4, 4, 1)
+LINEAR(linear_m8_short, Bf16, 1, 1, 8, 6, 3, 1)
+LINEAR(linear_m16, Bf16, 1, 2, 8, 3, 3, 1)
+LINEAR(linear_two, Bf16, 1, 2, 8, 3, 3, 2)
+LINEAR(linear_m8_fp8, Fp8, 1, 1, 8, 8, 4, 1)
+LINEAR(linear_m16_fp8, Fp8, 1, 2, 8, 4, 2, 1)
+LINEAR(linear_m8_fp8_rows, Fp8Rows, 1, 1, 8, 8, 4, 1)
+LINEAR(linear_m16_fp8_rows, Fp8Rows, 1, 2, 8, 4, 2, 1)
+LINEAR(linear_m8_int4, Int4, 1, 1, 8, 3, 3, 1)
+LINEAR(linear_m16_int4, Int4, 1, 2, 8, 2, 2, 1)

@@ -162,8 +162,6 @@ struct LinearParams {
   int* max_id;           // [rows][gridDim.x]: lowest n with that value
   const int* n_rows;     // rows in use, on the device (State.rows), or null: `rows`. linear_m*: read for last_row and first_row only
   const float* row_scales; // [n_tiles * 16] in the order of tiles: linear_*_fp8_rows
-  int group_tiles;       // linear_*_grouped: tile i reads x from column i / group_tiles * group_stride on
-  int group_stride;
   int n_parts;           // 1 or 2
   int n;                 // outputs; rows of weights beyond it are padding
   int n_tiles;           // 16-row tiles of weights
@@ -176,7 +174,7 @@ struct LinearParams {
   int pad;
 };
 static_assert(sizeof(LinearPart) == 56, "twin in Rust");
-static_assert(sizeof(LinearParams) == 256, "twin in Rust");
+static_assert(sizeof(LinearParams) == 248, "twin in Rust");
 
 // ---- norm.cu ----
 struct NormParams {
@@ -222,9 +220,10 @@ enum RowOrder : int {
   kRowsUp = 2,     // the same, rows 8..15 of the tile
 };
 // repack: rows of a checkpoint tensor into re-tiled weights. Rows from n_source_rows to `rows` are written as zeros (padding).
+// quantise_fp8: the same as e4m3 with a scale for each 8 rows and 32 columns, the largest number of which becomes 448. rows and row_offset are multiples of 8.
 struct RepackParams {
   const void* source;   // [n_source_rows][source_stride]
-  uint4* weights;       // [..][k_blocks][2][32]
+  uint4* weights;       // [..][k_blocks][2][32]; of e4m3 [..][k_blocks][32]
   long long source_stride;
   int source_type;      // SourceType
   int order;            // RowOrder
@@ -234,8 +233,9 @@ struct RepackParams {
   int k;                // columns; zeros are written up to k_blocks * 32
   int k_blocks;
   int pad;
+  float* tile_scales;   // quantise_fp8: [..][k_blocks][2]
 };
-static_assert(sizeof(RepackParams) == 56, "twin in Rust");
+static_assert(sizeof(RepackParams) == 64, "twin in Rust");
 // fill_random: element (n, k) = scale * uniform(seed, n * k_dim + k) in [-1, 1), or `scale` itself when constant is set; bf16.
 struct FillParams {
   void* to;             // re-tiled [n_tiles][k_blocks][2][32] uint4 when retiled, else row-major [n][k] bf16
@@ -271,23 +271,6 @@ struct RepackCodesParams {
   int k_blocks;
 };
 static_assert(sizeof(RepackCodesParams) == 88, "twin in Rust");
-// quantise_fp8: rows of a tensor as e4m3 with a scale for each 8 rows and 32 columns, the largest number of which becomes 448. rows and row_offset are multiples of 8; rows and
-// columns that are not there are zeros.
-struct QuantiseParams {
-  const void* source;           // [n_source_rows][source_stride]
-  unsigned char* weights;
-  float* tile_scales;           // [..][k_blocks][2]
-  long long source_stride;
-  int source_type;              // SourceType
-  int order;                    // RowOrder
-  int n_source_rows;
-  int rows;
-  int row_offset;
-  int k;
-  int k_blocks;
-  int pad;
-};
-static_assert(sizeof(QuantiseParams) == 64, "twin in Rust");
 // fill_codes: codes from a hash, for random weights: e4m3 up to 1.875 in magnitude, or any four bits; tile scales and those of Int4 are `scale`.
 struct FillCodesParams {
   unsigned char* weights;

@@ -63,7 +63,7 @@ __device__ __forceinline__ unsigned e4m3_of(float x) {
   return sign | ((bits >> 20) - (120u << 3));
 }
 // Grid: (ceil(k_blocks / 8), rows / 8) blocks of 256 threads; a warp takes 8 rows of a block, a lane 8 columns of one.
-__device__ __forceinline__ void quantise_fp8_body(const QuantiseParams& p) {
+__device__ __forceinline__ void quantise_fp8_body(const RepackParams& p) {
   const int block_k = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31, row = blockIdx.y * 8 + (lane >> 2), k = block_k * 32 + (lane & 3) * 8;
   if (block_k >= p.k_blocks) return;
   float v[8], most = 0;
@@ -75,7 +75,8 @@ __device__ __forceinline__ void quantise_fp8_body(const QuantiseParams& p) {
   const int n = row_in_tiles(p.order, p.row_offset + row), high = (n >> 3) & 1;
   const size_t block = (size_t)(n >> 4) * p.k_blocks + block_k;
   const float scale = __fdiv_rn(most, 448.0f);
-  for (int e = 0; e < 8; e++) p.weights[block * 512 + lane * 16 + high * 8 + e] = scale > 0 ? (unsigned char)e4m3_of(fminf(fmaxf(__fdiv_rn(v[e], scale), -448.0f), 448.0f)) : 0;
+  unsigned char* codes = reinterpret_cast<unsigned char*>(p.weights) + block * 512 + lane * 16 + high * 8;
+  for (int e = 0; e < 8; e++) codes[e] = scale > 0 ? (unsigned char)e4m3_of(fminf(fmaxf(__fdiv_rn(v[e], scale), -448.0f), 448.0f)) : 0;
   if (lane == 0) p.tile_scales[block * 2 + high] = scale;
 }
 
@@ -119,6 +120,6 @@ __device__ __forceinline__ void fill_codes_body(const FillCodesParams& p) {
 KERNEL(repack, RepackParams, 256) { repack_body(p); }
 KERNEL(repack_fp8, RepackCodesParams, 256) { repack_fp8_body(p); }
 KERNEL(repack_int4, RepackCodesParams, 256) { repack_int4_body(p); }
-KERNEL(quantise_fp8, QuantiseParams, 256) { quantise_fp8_body(p); }
+KERNEL(quantise_fp8, RepackParams, 256) { quantise_fp8_body(p); }
 KERNEL(fill_random, FillParams, 256) { fill_random_body(p); }
 KERNEL(fill_codes, FillCodesParams, 256) { fill_codes_body(p); }

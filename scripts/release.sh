@@ -14,6 +14,7 @@ VOLLEY_COMMIT=$(git rev-parse --short=12 HEAD 2>/dev/null || echo "no commit"); 
 GLIBC=2.28
 
 scripts/cuda-toolchain.sh
+scripts/deny.sh
 python3 scripts/licences.py "$cache/LICENCES"
 
 # ldd's names but for the loader and the kernel's own; the newest glibc that a symbol asks for.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every check of this repository in one command, without input: format, lints, licences, kernels (compiled for both chips, run on the CPU), tests, and an answer
+# Every check of this repository in one command, without input: format, lints, licences and advisories of crates, kernels (compiled for both chips, run on the CPU), tests, and an answer
 # from the binary. Ends with one line that counts the tests. With CI set, downloads and build products are kept in $XDG_CACHE_HOME/volley, so that
 # fresh clones on one machine share them. Needs what scripts/answer.sh needs.
 set -euo pipefail
@@ -8,6 +8,7 @@ exec </dev/null
 if [ -n "${CI:-}" ]; then
   cache=${XDG_CACHE_HOME:-$HOME/.cache}/volley
   export CUDA_TOOLCHAIN_DIR=${CUDA_TOOLCHAIN_DIR:-$cache/cuda} CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$cache/target}
+  export CARGO_DENY_DIR=${CARGO_DENY_DIR:-$cache/deny}
 fi
 log=$(mktemp)
 stage="start"
@@ -21,7 +22,9 @@ run() { # name, command...
   echo "== $stage: $((SECONDS - start)) s"
 }
 
-tests() { cargo test --no-fail-fast 2>&1 | tee "$log"; }
+crates() { scripts/deny.sh 2>&1 | tee -a "$log"; }
+
+tests() { cargo test --no-fail-fast 2>&1 | tee -a "$log"; }
 
 answer() {
   cargo build
@@ -35,7 +38,7 @@ run format cargo fmt --check
 run model python3 scripts/fetch_smollm2.py
 run compiler scripts/cuda-toolchain.sh
 run lint cargo clippy --all-targets -- -D warnings
-run licences python3 scripts/licences.py
+run crates crates
 run kernels python3 scripts/check_kernels.py
 run shim scripts/test_kernels.sh
 run answer answer

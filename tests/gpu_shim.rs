@@ -11,12 +11,16 @@ mod support;
 use drafter::{latent_draft_model, tiny_llama_drafter};
 use quantised::{write_quantised, Scheme};
 use std::path::Path;
+use std::process::Command;
+use std::rc::Rc;
 use support::T0;
 use volley::cmd::bench::token_ids;
 use volley::cmd::{check, doctor};
 use volley::cpu::Reference;
 use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling, Sequence, MAX_DRAFTS};
+use volley::gpu::device::Gpu;
 use volley::gpu::machine::{Machine, Options, Slice};
+use volley::gpu::shim::Shim;
 use volley::gpu::weights::{Layout, Source};
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
@@ -283,6 +287,49 @@ fn o20_require_graphs_refuses() {
     };
     let error = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).err().unwrap();
     assert!(format!("{error:#}").contains("Prefill { rows: 64 }"), "{error:#}");
+}
+
+/// One warning for each graph says which and why, on stderr: in a process of its own, so that it can be read.
+#[test]
+fn o20_one_warning_names_the_graph() {
+    const INNER: &str = "VOLLEY_TEST_WITHOUT_GRAPHS";
+    if std::env::var_os(INNER).is_some() {
+        machine_with("llama", |pass| matches!(pass, Pass::Verify { width: 3 } | Pass::Prefill { rows: 64 }));
+        return;
+    }
+    let mut inner = Command::new(std::env::current_exe().unwrap());
+    let inner = inner.args(["--exact", "o20_one_warning_names_the_graph", "--nocapture"]).env(INNER, "1").output().unwrap();
+    let text = String::from_utf8(inner.stderr).unwrap();
+    let mut warnings: Vec<&str> = text.lines().filter(|line| line.contains("warning")).collect();
+    warnings.sort();
+    let expected = ["Prefill { rows: 64 }", "Verify { width: 3 }"].map(|graph| {
+        format!("warning: the graph of {graph} was not captured (refused by the test); it runs launch by launch, with the same tokens")
+    });
+    assert_eq!((inner.status.success(), warnings), (true, expected.iter().map(String::as_str).collect()), "{text}");
+}
+
+/// What a profiler would count: a graph for a verify pass, one for a whole chain of drafts, and no launch beside them.
+#[test]
+fn o20_a_cycle_is_two_graphs() {
+    let (config, weights) = model("llama");
+    let driver = Rc::new(Shim::open(shim::library()).unwrap());
+    let drafter = Some(tiny_llama_drafter(&config, &weights, true));
+    let options = Options { context: 200, drafter, ngram: true, require_graphs: true, fail_capture: |_| false };
+    let mut m = Machine::new(Gpu::new(driver.clone()), config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
+    let tokens = prompt(10);
+    m.begin(&tokens, 0, &Sampling::default(), &unlimited()).unwrap();
+    m.prefill(&tokens[..9]).unwrap();
+    let mut width = 1;
+    for drafts in [5, 1, 3, 5, 2] {
+        let (launches, graphs) = driver.asked();
+        m.verify(width).unwrap();
+        assert_eq!(driver.asked(), (launches, graphs + 1), "verify of {width}");
+        m.draft(drafts).unwrap();
+        assert_eq!(driver.asked(), (launches, graphs + 2), "{drafts} drafts");
+        m.record().unwrap();
+        assert_eq!(driver.asked(), (launches, graphs + 2));
+        width = 1 + drafts;
+    }
 }
 
 /// What `volley doctor` checks, on one of the models that it makes: biases, heads of 128, sizes that do not divide evenly. A reference that

@@ -98,7 +98,7 @@ int main(int argc, char** argv) {
         const int k_blocks = k_blocks_of(k), segment = segment_blocks_of(k_blocks);
         p.part[0] = {(const uint4*)w, nullptr, x, normalised ? squares : nullptr, nullptr, k, x_stride, (unsigned short)segment, (unsigned short)((k_blocks + segment - 1) / segment), 1e-5f};
         p.n_parts = 1; p.n = n; p.n_tiles = (n + 15) / 16; p.rows = rows; p.epilogue = f32 ? kEpilogueLogits : kEpilogueStore; p.out = (bf16*)to; p.logits = (float*)to; p.out_stride = n;
-        launch(wide ? (const void*)linear_m16_t1_w16_a1 : (const void*)linear_m8_t1_w16_a2, dim3(std::min(p.n_tiles, grid2)), 512, &p);
+        launch(wide ? (const void*)linear_m16 : k_blocks <= 48 ? (const void*)linear_m8_short : (const void*)linear_m8, dim3(std::min(p.n_tiles, grid2)), 256, &p);
       };
       for (int i = 0; i < (only ? 2 : kLayers); i++) {
         const Layer& l = layers[i % kDistinct];

@@ -33,7 +33,7 @@ inline Matrix quantised(Matrix::Format format, int n, int k, uint32_t seed, bool
     if (format == Matrix::kBf16) {
       const auto w = rounded(f);
       for (size_t i = 0; i < w.size(); i++) out[i] = value(w[i]);
-      RepackParams p{w.data(), reinterpret_cast<uint4*>(m.tiles.data()), k, kSourceBf16, order, rows, padded, 0, k, k_blocks, 0};
+      RepackParams p{w.data(), reinterpret_cast<uint4*>(m.tiles.data()), k, kSourceBf16, order, rows, padded, 0, k, k_blocks, 0, nullptr};
       run("repack", dim3((k_blocks * 16 + 255) / 256, padded), 256, p);
       continue;
     }

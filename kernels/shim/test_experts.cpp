@@ -37,7 +37,7 @@ void check_linear(Matrix::Format format, const char* name, int n, int k, bool ga
       p.out = out.data(); p.logits = logits.data(); p.row_scales = m.row_scales.data(); p.n_parts = 1; p.n = outputs; p.n_tiles = gated ? (outputs + 7) / 8 : (n + 15) / 16; p.rows = width;
       p.epilogue = gated ? kEpilogueSilu : kEpilogueLogits; p.out_stride = outputs;
       char kernel[64]; std::snprintf(kernel, sizeof kernel, "linear_m%d_%s", width > 8 ? 16 : 8, name);
-      run(kernel, dim3(width % 2 ? p.n_tiles : 2), width > 8 && format == Matrix::kInt4 ? 256 : 512, p);
+      run(kernel, dim3(width % 2 ? p.n_tiles : 2), 256, p);
       std::vector<float> y;
       for (size_t i = 0; i < out.size(); i++) y.push_back(gated ? value(out[i]) : logits[i]);
       if (width == 1) { alone.insert(alone.end(), y.begin(), y.end()); continue; }
@@ -47,33 +47,13 @@ void check_linear(Matrix::Format format, const char* name, int n, int k, bool ga
   }
 }
 
-// The heads of a latent: 3 groups of 2 tiles, each with columns of its own.
-void check_grouped() {
-  const int groups = 3, n = 96, k = 40, rows = 9, x_stride = groups * 48;
-  const Matrix m = quantised(Matrix::kBf16, n, k, 77);
-  const auto x = rounded(numbers((size_t)rows * x_stride, 78));
-  std::vector<float> alone;
-  for (int width : {1, 9}) for (int first = 0; first < rows; first += width) {
-    auto out = poisoned<float>((size_t)width * n);
-    LinearParams p{};
-    p.part[0] = {reinterpret_cast<const uint4*>(m.tiles.data()), nullptr, x.data() + (size_t)first * x_stride, nullptr, nullptr, k, x_stride, 1, 2, 0};
-    p.logits = out.data(); p.n_parts = 1; p.n = n; p.n_tiles = n / 16; p.rows = width; p.epilogue = kEpilogueLogits; p.out_stride = n; p.group_tiles = 2; p.group_stride = 48;
-    run(width > 8 ? "linear_m16_grouped" : "linear_m8_grouped", dim3(width > 1 ? 6 : 2), 512, p);
-    if (width > 1) { check(same_bits(out.data(), alone.data(), out.size()), "linear_m16_grouped: bits of one row at a time"); continue; }
-    std::vector<double> expected;
-    for (int j = 0; j < n; j++) { double s = 0; for (int c = 0; c < k; c++) s += m.numbers[(size_t)j * k + c] * value(x[(size_t)first * x_stride + j / 32 * 48 + c]); expected.push_back(s); }
-    near(out, expected, 1e-4, "linear_m8_grouped", 1);
-    alone.insert(alone.end(), out.begin(), out.end());
-  }
-}
-
 // Plain rows as FP8: the nearest code of each number over its block's scale, gate and up in their places, zeros behind the last row and column.
 void check_quantise(int order) {
   const int n = 20, k = 40, k_blocks = 2, padded = order == kRowsPlain ? 32 : 24, tiles = order == kRowsPlain ? 2 : 3;
   auto w = rounded(numbers((size_t)n * k, 91, 2.0f));
   for (int c = 0; c < 32; c++) for (int r = 8; r < 16; r++) w[r * k + c] = __float2bfloat16(0.0f);   // a block of zeros
   auto codes = poisoned<unsigned char>((size_t)tiles * k_blocks * 512); auto scales = poisoned<float>((size_t)tiles * k_blocks * 2);
-  QuantiseParams p{w.data(), codes.data(), scales.data(), k, kSourceBf16, order, n, padded, 0, k, k_blocks, 0};
+  RepackParams p{w.data(), reinterpret_cast<uint4*>(codes.data()), k, kSourceBf16, order, n, padded, 0, k, k_blocks, 0, scales.data()};
   run("quantise_fp8", dim3(1, padded / 8), 256, p);
   bool ok = true;
   for (int r = 0; r < padded; r++) {
@@ -241,7 +221,6 @@ int main() {
   check_linear(Matrix::kFp8, "fp8", 80, 1120, false);
   check_linear(Matrix::kInt4, "int4", 80, 1120, false);
   check_linear(Matrix::kFp8Rows, "fp8_rows", 80, 200, false);
-  check_grouped();
   for (int order : {kRowsPlain, kRowsGate, kRowsUp}) check_quantise(order);
   check_route(64, 6, 8, 3, false, true, true, 16, 13, 0, 1);
   check_route(128, 8, 1, 1, true, true, false, 9, 9, 16, 2);

@@ -9,18 +9,18 @@
 #include "test.h"
 
 // Shapes of block that no kernel in use has: bits may not depend on the choice.
-LINEAR(linear_m8_t1_w8_a4, Bf16, 1, 1, 8, 4, 1)
-LINEAR(linear_m8_t2_w8_a3, Bf16, 2, 1, 8, 3, 1)
-LINEAR(linear_m8_t2_w16_a1, Bf16, 2, 1, 16, 1, 1)
-LINEAR(linear_m16_t1_w8_a2, Bf16, 1, 2, 8, 2, 1)
+LINEAR(linear_m8_t1_w16_a2, Bf16, 1, 1, 16, 2, 2, 1)
+LINEAR(linear_m8_t2_w8_a3, Bf16, 2, 1, 8, 3, 3, 1)
+LINEAR(linear_m8_t2_w16_a1, Bf16, 2, 1, 16, 1, 1, 1)
+LINEAR(linear_m16_t1_w16_a1, Bf16, 1, 2, 16, 1, 1, 1)
 
 namespace {
 struct Variant { const char* name; int tiles, columns, warps; };
 const Variant kVariants[] = {
-    {"linear_m8_t1_w16_a2", 1, 1, 16}, {"linear_m8_t1_w8_a4", 1, 1, 8},   {"linear_m8_t2_w8_a3", 2, 1, 8},
-    {"linear_m8_t2_w16_a1", 2, 1, 16}, {"linear_m16_t1_w8_a2", 1, 2, 8},  {"linear_m16_t1_w16_a1", 1, 2, 16},
+    {"linear_m8", 1, 1, 8},           {"linear_m8_short", 1, 1, 8},      {"linear_m16", 1, 2, 8},         {"linear_m8_t1_w16_a2", 1, 1, 16},
+    {"linear_m8_t2_w8_a3", 2, 1, 8},  {"linear_m8_t2_w16_a1", 2, 1, 16}, {"linear_m16_t1_w16_a1", 1, 2, 16},
 };
-const Variant kTwo[] = {{"linear_two", 1, 2, 16}};
+const Variant kTwo[] = {{"linear_two", 1, 2, 8}};
 struct PrefillVariant { const char* name; int n_tile, m_tile, threads, shared_bytes; };
 const PrefillVariant kPrefill[] = {
     {"linear_prefill_128x128", 128, 128, 256, kPrefillRing},
@@ -42,7 +42,7 @@ template <class X> float tile_squares(const X* x) {
 std::vector<uint4> retiled(const std::vector<bf16>& w, int n, int k) {
   const int k_blocks = k_blocks_of(k), n_padded = (n + 15) / 16 * 16;
   auto to = poisoned<uint4>((size_t)n_padded * k_blocks * 4);
-  RepackParams p{w.data(), to.data(), k, kSourceBf16, kRowsPlain, n, n_padded, 0, k, k_blocks, 0};
+  RepackParams p{w.data(), to.data(), k, kSourceBf16, kRowsPlain, n, n_padded, 0, k, k_blocks, 0, nullptr};
   run("repack", dim3((k_blocks * 16 + 255) / 256, n_padded), 256, p);
   return to;
 }
@@ -75,7 +75,7 @@ struct Problem {
         const int k_blocks = k_blocks_of(k[i]), padded = n_tiles * 8;
         tiles[i] = poisoned<uint4>((size_t)n_tiles * k_blocks * 64);
         for (int up = 0; up < 2; up++) {
-          RepackParams p{w[i].data() + (size_t)up * n * k[i], tiles[i].data(), k[i], kSourceBf16, up ? kRowsUp : kRowsGate, n, padded, 0, k[i], k_blocks, 0};
+          RepackParams p{w[i].data() + (size_t)up * n * k[i], tiles[i].data(), k[i], kSourceBf16, up ? kRowsUp : kRowsGate, n, padded, 0, k[i], k_blocks, 0, nullptr};
           run("repack", dim3((k_blocks * 16 + 255) / 256, padded), 256, p);
         }
       } else tiles[i] = retiled(w[i], n, k[i]);
@@ -243,7 +243,7 @@ void check_repack() {
   for (int type = 0; type < 3; type++) for (int offset : {0, 16, 19}) {
     const int tiles = (n + offset + 15) / 16;
     auto to = poisoned<uint4>((size_t)tiles * k_blocks * 64);
-    RepackParams p{source[type], to.data(), k, type, kRowsPlain, n, tiles * 16 - offset, offset, k, k_blocks, 0};
+    RepackParams p{source[type], to.data(), k, type, kRowsPlain, n, tiles * 16 - offset, offset, k, k_blocks, 0, nullptr};
     run("repack", dim3(1, p.rows), 256, p);
     bool ok = true; const bf16* e = reinterpret_cast<const bf16*>(to.data());
     for (int i = offset; i < tiles * 16; i++) for (int c = 0; c < 64; c++) {
@@ -342,12 +342,12 @@ void check_part_of_a_row() {
   LinearParams p{};
   p.part[0] = {w_tiles.data(), nullptr, x.data(), nullptr, nullptr, k, k, segment_blocks(k), n_segments(k), 0};
   p.out = y.data(); p.next_norm = norm.data(); p.normed = normed.data(); p.squares = squares.data(); p.n_parts = 1; p.n = wide; p.n_tiles = tiles; p.rows = rows; p.out_stride = wide;
-  run("linear_m8_t1_w16_a2", dim3(3), 512, p);
+  run("linear_m8", dim3(3), 256, p);
   LinearParams q{};
   q.part[0] = {v_tiles.data(), nullptr, normed.data(), squares.data(), nullptr, part, wide, segment_blocks(part), n_segments(part), 1e-6f};
   auto logits = poisoned<float>(rows * n);
   q.logits = logits.data(); q.n_parts = 1; q.n = n; q.n_tiles = n / 16; q.rows = rows; q.epilogue = kEpilogueLogits; q.out_stride = n;
-  run("linear_m8_t1_w16_a2", dim3(2), 512, q);
+  run("linear_m8", dim3(2), 256, q);
   double worst = 0;
   for (int m = 0; m < rows; m++) for (int j = 0; j < n; j++) {
     double sum = 0, ss = 0;
@@ -363,7 +363,7 @@ void check_part_of_a_row() {
   for (int first : {1, 4}) {
     LinearParams s = q;
     s.part[0].x += (size_t)first * wide; s.part[0].squares += first * tiles; s.logits = slab.data() + first * n; s.n_rows = &in_use; s.first_row = first; s.rows = first == 1 ? 3 : 1;
-    run("linear_m8_t1_w16_a2", dim3(2), 512, s);
+    run("linear_m8", dim3(2), 256, s);
   }
   bool left = true;
   for (int j = 0; j < n; j++) left &= std::isnan(slab[j]) && std::isnan(slab[4 * n + j]);

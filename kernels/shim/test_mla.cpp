@@ -13,7 +13,7 @@ std::vector<uint4> tiles(const std::vector<bf16>& w, int heads, int n, int k) { 
   const int k_blocks = k_blocks_of(k);
   auto to = poisoned<uint4>((size_t)heads * n / 16 * k_blocks * 64);
   for (int h = 0; h < heads; h++) {
-    RepackParams p{w.data() + (size_t)h * n * k, to.data() + (size_t)h * n / 16 * k_blocks * 64, k, kSourceBf16, kRowsPlain, n, n, 0, k, k_blocks, 0};
+    RepackParams p{w.data() + (size_t)h * n * k, to.data() + (size_t)h * n / 16 * k_blocks * 64, k, kSourceBf16, kRowsPlain, n, n, 0, k, k_blocks, 0, nullptr};
     run("repack", dim3((k_blocks * 16 + 255) / 256, n), 256, p);
   }
   return to;

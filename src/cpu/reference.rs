@@ -27,7 +27,7 @@ const PREFILL_ROWS: usize = 64;
 const CATCH_UP: usize = 16;
 
 /// What the CPU stores: weights as the checkpoint has them (two bytes for bf16), f32 keys and values.
-pub const STORAGE: Storage = Storage { weight: 2, kv: 4 };
+pub const STORAGE: Storage = Storage { weight: 2, kv: 4, plain_kv_b: false };
 
 pub struct Reference {
     config: Config,

@@ -33,6 +33,7 @@ pub struct Kernels {
     /// For up to 256 rows, and for more.
     linear_prefill: [PrefillVariant; 2],
     /// Two inputs: up to 16 rows, and more.
+    linear_short: LinearVariant,
     linear_two: LinearVariant,
     linear_prefill_two: PrefillVariant,
     attention_decode: Vec<(usize, usize, Kernel)>, // head_dim, columns of a block
@@ -67,9 +68,13 @@ pub struct Kernels {
 struct LinearVariant {
     tiles: Tiles,
     columns: usize,
-    threads: u32,
     kernel: Kernel,
 }
+
+/// Threads of a block of `LinearVariant`.
+const LINEAR_THREADS: u32 = 256;
+/// Blocks of 32 columns of K that linear_m8_short is for.
+const SHORT_BLOCKS: i32 = 48;
 
 /// experts_up and experts_down for up to 8 rows and up to 16, by how routed experts and the shared one are stored.
 struct ExpertKernels {
@@ -179,8 +184,7 @@ const PREFILL_SHARED: u32 = 96 << 10;
 impl Kernels {
     pub fn load(gpu: &Gpu) -> Result<Kernels> {
         let k = |name| gpu.kernel(name, 0);
-        let variant =
-            |tiles, columns, threads, name| -> Result<LinearVariant> { Ok(LinearVariant { tiles, columns, threads, kernel: k(name)? }) };
+        let variant = |tiles, columns, name| -> Result<LinearVariant> { Ok(LinearVariant { tiles, columns, kernel: k(name)? }) };
         let experts = |tiles, up: [&'static str; 2], down: [&'static str; 2]| -> Result<ExpertKernels> {
             Ok(ExpertKernels { tiles, up: [k(up[0])?, k(up[1])?], down: [k(down[0])?, k(down[1])?] })
         };
@@ -194,17 +198,18 @@ impl Kernels {
             norm_rows: [k("norm_rows")?, k("norm_rows_bf16")?],
             norm_step: [k("norm_step")?, k("norm_step_bf16")?, k("norm_step_bf16_stream")?],
             linear: vec![
-                variant(Tiles::Bf16, 1, 512, "linear_m8_t1_w16_a2")?,
-                variant(Tiles::Bf16, 2, 512, "linear_m16_t1_w16_a1")?,
-                variant(Tiles::Fp8, 1, 512, "linear_m8_fp8")?,
-                variant(Tiles::Fp8, 2, 512, "linear_m16_fp8")?,
-                variant(Tiles::Fp8Rows, 1, 512, "linear_m8_fp8_rows")?,
-                variant(Tiles::Fp8Rows, 2, 512, "linear_m16_fp8_rows")?,
-                variant(Tiles::Int4, 1, 512, "linear_m8_int4")?,
-                variant(Tiles::Int4, 2, 256, "linear_m16_int4")?,
+                variant(Tiles::Bf16, 1, "linear_m8")?,
+                variant(Tiles::Bf16, 2, "linear_m16")?,
+                variant(Tiles::Fp8, 1, "linear_m8_fp8")?,
+                variant(Tiles::Fp8, 2, "linear_m16_fp8")?,
+                variant(Tiles::Fp8Rows, 1, "linear_m8_fp8_rows")?,
+                variant(Tiles::Fp8Rows, 2, "linear_m16_fp8_rows")?,
+                variant(Tiles::Int4, 1, "linear_m8_int4")?,
+                variant(Tiles::Int4, 2, "linear_m16_int4")?,
             ],
             linear_prefill: [prefill(64, 64, 128, "linear_prefill_64x64")?, prefill(128, 128, 256, "linear_prefill_128x128")?],
-            linear_two: variant(Tiles::Bf16, 2, 512, "linear_two")?,
+            linear_short: variant(Tiles::Bf16, 1, "linear_m8_short")?,
+            linear_two: variant(Tiles::Bf16, 2, "linear_two")?,
             linear_prefill_two: prefill(64, 64, 128, "linear_prefill_64x64_two")?,
             copy_rows: k("copy_rows")?,
             draft_begin: k("draft_begin")?,
@@ -944,7 +949,14 @@ impl Launcher<'_> {
         for (first, n) in slabs(rows) {
             let is_variant = |v: &&LinearVariant| v.tiles == matrix.tiles && v.columns == n.div_ceil(8);
             let skinny = self.kernels.linear.iter().find(is_variant).context("no variant")?;
-            let variant = if two { &self.kernels.linear_two } else { skinny };
+            let short = skinny.columns == 1 && skinny.tiles == Tiles::Bf16 && params.part[0].k <= 32 * SHORT_BLOCKS;
+            let variant = if two {
+                &self.kernels.linear_two
+            } else if short {
+                &self.kernels.linear_short
+            } else {
+                skinny
+            };
             let mut slab = LinearParams { rows: n as i32, first_row: first as i32, ..params };
             for part in &mut slab.part {
                 skip(&mut part.x, first * part.x_stride as usize, 2);
@@ -954,7 +966,7 @@ impl Launcher<'_> {
             skip(&mut slab.stream, first * slab.out_stride as usize, 4);
             skip(&mut slab.logits, first * slab.out_stride as usize, 4);
             skip(&mut slab.tap, first * slab.tap_stride as usize, 2);
-            self.launch(&variant.kernel, (self.blocks(matrix.n_tiles), 1, 1), variant.threads, 0, &slab)?;
+            self.launch(&variant.kernel, (self.blocks(matrix.n_tiles), 1, 1), LINEAR_THREADS, 0, &slab)?;
         }
         Ok(())
     }

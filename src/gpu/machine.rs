@@ -26,7 +26,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
 /// What the GPU stores: bf16 weights, bf16 keys and values.
-pub const STORAGE: Storage = Storage { weight: 2, kv: 2 };
+pub const STORAGE: Storage = Storage { weight: 2, kv: 2, plain_kv_b: true };
 
 /// Widths of the verify graphs: plain decode, every number of drafts, and the widest.
 pub const WIDTHS: [usize; 9] = [1, 2, 3, 4, 5, 6, 7, 8, 16];
@@ -400,6 +400,7 @@ impl Machine {
             let decode = self.plans[&pass].0.rows() <= MAX_WIDTH;
             let choices = if let Pass::Verify { .. } = pass { choices } else { &[Choice::Greedy] };
             let buckets = if decode { self.buckets.clone() } else { vec![last] };
+            let mut warned = false;
             for (chunks, &choice) in buckets.into_iter().flat_map(|b| choices.iter().map(move |c| (b, c))) {
                 let launcher = self.launcher(pass, chunks, choice);
                 let captured =
@@ -408,9 +409,11 @@ impl Machine {
                     Ok(graph) => Some(graph),
                     Err(e) if require_graphs => return Err(machine(format!("the graph of {pass:?} was not captured: {e:#}"))),
                     Err(e) => {
-                        eprintln!(
-                            "warning: the graph of {pass:?} was not captured ({e:#}); it runs launch by launch, with the same tokens"
-                        );
+                        if !std::mem::replace(&mut warned, true) {
+                            eprintln!(
+                                "warning: the graph of {pass:?} was not captured ({e:#}); it runs launch by launch, with the same tokens"
+                            );
+                        }
                         None
                     }
                 };

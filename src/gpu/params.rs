@@ -45,9 +45,9 @@ params! {
         from: u64, to: u64, from_start: u64, to_start: u64, n_rows: u64, rows: i32, dim: i32, from_mask: i32, to_mask: i32,
     }
     LinearPart: 56 { weights: u64, scales: u64, x: u64, squares: u64, inv: u64, k: i32, x_stride: i32, segment_blocks: u16, n_segments: u16, eps: f32 }
-    LinearParams: 256 {
+    LinearParams: 248 {
         part: [LinearPart; 2], out: u64, bias: u64, stream: u64, tap: u64, next_norm: u64, normed: u64, squares: u64, logits: u64,
-        max_value: u64, max_id: u64, n_rows: u64, row_scales: u64, group_tiles: i32, group_stride: i32, n_parts: i32, n: i32, n_tiles: i32, rows: i32, epilogue: i32, out_stride: i32,
+        max_value: u64, max_id: u64, n_rows: u64, row_scales: u64, n_parts: i32, n: i32, n_tiles: i32, rows: i32, epilogue: i32, out_stride: i32,
         tap_stride: i32, last_row: i32, first_row: i32, pad: i32,
     }
     NormParams: 72 {
@@ -58,17 +58,13 @@ params! {
         table: u64, x: u64, next_norm: u64, normed: u64, squares: u64, tokens: u64, start: u64, state: u64, n_rows: u64, rows: i32,
         hidden: i32, x_stride: i32, offset: i32,
     }
-    RepackParams: 56 {
+    RepackParams: 64 {
         source: u64, weights: u64, source_stride: i64, source_type: i32, order: i32, n_source_rows: i32, rows: i32, row_offset: i32, k: i32,
-        k_blocks: i32, pad: i32,
+        k_blocks: i32, pad: i32, tile_scales: u64,
     }
     RepackCodesParams: 88 {
         source: u64, scales: u64, weights: u64, tile_scales: u64, source_stride: i64, scale_stride: i32, scale_bf16: i32, block_rows: i32,
         block_cols: i32, first_row: i32, first_col: i32, order: i32, n_source_rows: i32, rows: i32, row_offset: i32, k: i32, k_blocks: i32,
-    }
-    QuantiseParams: 64 {
-        source: u64, weights: u64, tile_scales: u64, source_stride: i64, source_type: i32, order: i32, n_source_rows: i32, rows: i32,
-        row_offset: i32, k: i32, k_blocks: i32, pad: i32,
     }
     FillCodesParams: 40 { weights: u64, tile_scales: u64, seed: u64, n_blocks: u64, four_bits: i32, scale: f32 }
     FillParams: 40 { to: u64, seed: u64, n: i32, k: i32, retiled: i32, constant: i32, scale: f32, pad: i32 }

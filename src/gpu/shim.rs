@@ -5,7 +5,7 @@
 use super::device::{Driver, Info, Launch, Raw};
 use crate::error::machine;
 use anyhow::{bail, ensure, Context, Result};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_int, c_uint, c_void, CString};
 use std::path::Path;
@@ -17,6 +17,7 @@ pub struct Shim {
     info: Info,
     library: libloading::Library,
     state: RefCell<State>,
+    asked: Cell<(usize, usize)>,
 }
 
 #[derive(Default)]
@@ -53,7 +54,12 @@ impl Shim {
             memory_bits: 0,
             driver: 0,
         };
-        Ok(Shim { info, library, state: RefCell::new(State::default()) })
+        Ok(Shim { info, library, state: RefCell::new(State::default()), asked: Cell::new((0, 0)) })
+    }
+
+    /// How many kernels the host launched by themselves, and how many graphs.
+    pub fn asked(&self) -> (usize, usize) {
+        self.asked.get()
     }
 
     fn run(&self, recorded: &Recorded) -> Result<()> {
@@ -142,6 +148,8 @@ impl Driver for Shim {
             list.push(recorded);
             return Ok(());
         }
+        let (launches, graphs) = self.asked.get();
+        self.asked.set((launches + 1, graphs));
         self.run(&recorded)
     }
 
@@ -158,6 +166,8 @@ impl Driver for Shim {
     }
 
     fn replay(&self, graph: u64) -> Result<()> {
+        let (launches, graphs) = self.asked.get();
+        self.asked.set((launches, graphs + 1));
         let list = self.state.borrow().graphs[graph as usize].clone();
         list.iter().try_for_each(|recorded| self.run(recorded))
     }

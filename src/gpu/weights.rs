@@ -3,7 +3,7 @@
 //! which rows and columns are this rank's: no others are read.
 use super::device::{Event, Gpu, Launch, Memory, Pinned};
 use super::kernels::{Absorbed, Kernels, Matrix, Tiles};
-use super::params::{FillCodesParams, FillParams, QuantiseParams, RepackCodesParams, RepackParams, ROWS_GATE, ROWS_PLAIN, ROWS_UP};
+use super::params::{FillCodesParams, FillParams, RepackCodesParams, RepackParams, ROWS_GATE, ROWS_PLAIN, ROWS_UP};
 use crate::model::checkpoint::{Dtype, Tensor};
 use crate::model::plan::{Epilogue, Plan, Ranks, Step};
 use crate::model::quant::{Block, Format, E4M3};
@@ -320,21 +320,30 @@ const READ_BYTES: usize = 4 << 20;
 /// Rows of one repack launch: a grid has at most 65,535 blocks in y.
 const MAX_GRID_ROWS: usize = 32768;
 
-/// Bytes of a checkpoint on their way: what is still to be read into the staging buffer that is being filled, and the launches that re-tile it. A buffer is
-/// read by all threads at once, and copied while the next one is read.
+/// Bytes of a checkpoint on their way. Of the two batches one is planned, the other one is asked for already, so that the disk is busy while a batch is read
+/// from the system's cache, by all threads at once; it is copied to the GPU while the next one is read.
 struct Upload<'a> {
     gpu: &'a Gpu,
     kernels: &'a Kernels,
     buffers: Vec<(Pinned<u8>, Memory, Event)>,
-    /// The buffer being filled, and its bytes that are taken.
+    /// The buffer that is planned; the other one is that of `asked`.
     next: usize,
-    used: usize,
-    /// In the order of their places.
-    reads: Vec<Read<'a>>,
-    repacks: Vec<Repack>,
+    planned: Batch<'a>,
+    asked: Batch<'a>,
+    /// Bytes that were planned.
     done: usize,
     total: usize,
     progress: &'a mut dyn FnMut(usize, usize),
+}
+
+/// What is to be read into a staging buffer, in the order of places there, and the launches that re-tile it.
+#[derive(Default)]
+struct Batch<'a> {
+    used: usize,
+    reads: Vec<Read<'a>>,
+    repacks: Vec<Repack>,
+    /// `Upload::done` at its end.
+    done: usize,
 }
 
 /// Runs of `row_bytes` bytes, `stride` bytes apart in the file, one behind the other to byte `to` of the staging buffer.
@@ -362,7 +371,24 @@ enum Repack {
     Plain(RepackParams),
     Fp8(RepackCodesParams),
     Int4(RepackCodesParams),
-    Quantise(QuantiseParams),
+    Quantise(RepackParams),
+}
+
+impl Batch<'_> {
+    fn ask(&self) {
+        self.reads.par_iter().for_each(|read| read.tensor.advise_rows(read.from, read.stride, read.row_bytes, read.rows));
+    }
+
+    fn read(&self, to: &mut [u8]) -> Result<()> {
+        let (mut rest, mut at, mut tasks) = (to, 0, Vec::new());
+        for read in &self.reads {
+            let (_, tail) = mem::take(&mut rest).split_at_mut(read.to - at);
+            let (bytes, tail) = tail.split_at_mut(read.rows * read.row_bytes);
+            (rest, at) = (tail, read.to + bytes.len());
+            tasks.push((read, bytes));
+        }
+        tasks.into_par_iter().try_for_each(|(read, bytes)| read.run(bytes))
+    }
 }
 
 impl Read<'_> {
@@ -403,8 +429,8 @@ impl<'a> Upload<'a> {
             gpu.record(&event)?;
             buffers.push((gpu.pinned(bytes)?, gpu.allocate(bytes)?, event));
         }
-        let (reads, repacks) = (Vec::new(), Vec::new());
-        Ok(Upload { gpu, kernels, buffers, next: 0, used: 0, reads, repacks, done: 0, total, progress })
+        let (planned, asked) = (Batch::default(), Batch::default());
+        Ok(Upload { gpu, kernels, buffers, next: 0, planned, asked, done: 0, total, progress })
     }
 
     fn matrix(&mut self, weight: &'a Weight, ranks: Ranks, matrix: &Matrix) -> Result<()> {
@@ -486,10 +512,10 @@ impl<'a> Upload<'a> {
         while row < n {
             // 8 rows share the scales that are made here.
             let least = if quantise { 8 } else { 1 };
-            if self.used + spare + least * each > capacity {
+            if self.planned.used + spare + least * each > capacity {
                 self.flush()?;
             }
-            let take = (((capacity - self.used - spare) / each).min(MAX_GRID_ROWS) / least * least).min(n - row);
+            let take = (((capacity - self.planned.used - spare) / each).min(MAX_GRID_ROWS) / least * least).min(n - row);
             ensure!(take > 0, "{} in {}: 8 rows are longer than the staging buffer", tensor.name, tensor.file);
             let rows = slice.rows.start + row..slice.rows.start + row + take;
             let mut scales_at = 0;
@@ -506,8 +532,12 @@ impl<'a> Upload<'a> {
             for part in &matrix.parts {
                 let k_blocks = part.k.div_ceil(32) as i32;
                 let weights = part.at + (place.expert * matrix.part_bytes(part)) as u64;
-                if matrix.tiles == Tiles::Bf16 {
-                    self.repacks.push(Repack::Plain(RepackParams {
+                let tile_scales = match matrix.tiles {
+                    Tiles::Fp8 => part.scales_at + (4 * place.expert * matrix.part_scales(part)) as u64,
+                    _ => 0,
+                };
+                if matrix.tiles == Tiles::Bf16 || quantise {
+                    let params = RepackParams {
                         source: source + (part.column * bits / 8) as u64,
                         weights,
                         source_stride: slice.cols.len() as i64,
@@ -519,32 +549,16 @@ impl<'a> Upload<'a> {
                         k: part.k as i32,
                         k_blocks,
                         pad: 0,
-                    }));
-                    continue;
-                }
-                let tile_scales = part.scales_at + (4 * place.expert * matrix.part_scales(part)) as u64;
-                if quantise {
-                    self.repacks.push(Repack::Quantise(QuantiseParams {
-                        source: source + (part.column * bits / 8) as u64,
-                        weights,
                         tile_scales,
-                        source_stride: slice.cols.len() as i64,
-                        source_type,
-                        order: place.order,
-                        n_source_rows: take as i32,
-                        rows: launched as i32,
-                        row_offset: (place.first + row) as i32,
-                        k: part.k as i32,
-                        k_blocks,
-                        pad: 0,
-                    }));
+                    };
+                    self.planned.repacks.push(if quantise { Repack::Quantise(params) } else { Repack::Plain(params) });
                     continue;
                 }
                 let params = RepackCodesParams {
                     source,
                     scales: scales_at,
                     weights,
-                    tile_scales: if matrix.tiles == Tiles::Fp8 { tile_scales } else { 0 },
+                    tile_scales,
                     source_stride: row_bytes as i64,
                     scale_stride: scales.as_ref().map_or(0, |s| (s.row_bytes / s.tensor.dtype.bytes()) as i32),
                     scale_bf16: scales.as_ref().is_some_and(|s| s.tensor.dtype != Dtype::F32) as i32,
@@ -559,7 +573,7 @@ impl<'a> Upload<'a> {
                     k: part.k as i32,
                     k_blocks,
                 };
-                self.repacks.push(if matrix.tiles == Tiles::Int4 { Repack::Int4(params) } else { Repack::Fp8(params) });
+                self.planned.repacks.push(if matrix.tiles == Tiles::Int4 { Repack::Int4(params) } else { Repack::Fp8(params) });
             }
             row += take;
         }
@@ -568,8 +582,8 @@ impl<'a> Upload<'a> {
 
     /// Device address of byte `used + offset` of the buffer being filled.
     fn place_of(&mut self, offset: usize) -> u64 {
-        self.used = self.used.next_multiple_of(16);
-        self.buffers[self.next].1.at(self.used + offset)
+        self.planned.used = self.planned.used.next_multiple_of(16);
+        self.buffers[self.next].1.at(self.planned.used + offset)
     }
 
     /// Rows in this order, `row_bytes` bytes of each from byte `column` on, behind what is in the buffer.
@@ -588,41 +602,41 @@ impl<'a> Upload<'a> {
             match &mut run {
                 Some(run) if run.from + run.rows * stride == row * stride + column && run.rows < most => run.rows += 1,
                 _ => {
-                    self.reads.extend(run.take());
-                    run = Some(Read { tensor, from: row * stride + column, stride, row_bytes, rows: 1, to: self.used, scales });
+                    self.planned.reads.extend(run.take());
+                    run = Some(Read { tensor, from: row * stride + column, stride, row_bytes, rows: 1, to: self.planned.used, scales });
                 }
             }
-            self.used += row_bytes;
+            self.planned.used += row_bytes;
             self.done += row_bytes;
         }
-        self.reads.extend(run);
+        self.planned.reads.extend(run);
     }
 
-    /// Reads, copies and re-tiles what is in the buffer.
+    /// Asks for what is planned; reads, copies and re-tiles what was asked for before.
     fn flush(&mut self) -> Result<()> {
+        let batch = mem::replace(&mut self.asked, mem::take(&mut self.planned));
+        self.asked.done = self.done;
+        self.next = 1 - self.next;
         let (pinned, staging, free) = &mut self.buffers[self.next];
-        if self.used == 0 {
+        free.wait()?;
+        let to = &mut pinned.slice_mut()[..batch.used];
+        rayon::join(|| self.asked.ask(), || batch.read(to)).1?;
+        if batch.used == 0 {
             return Ok(());
         }
-        free.wait()?;
-        let mut rest = &mut pinned.slice_mut()[..self.used];
-        let (mut at, mut tasks) = (0, Vec::new());
-        for read in self.reads.drain(..) {
-            let (_, tail) = mem::take(&mut rest).split_at_mut(read.to - at);
-            let (bytes, tail) = tail.split_at_mut(read.rows * read.row_bytes);
-            (rest, at) = (tail, read.to + bytes.len());
-            tasks.push((read, bytes));
-        }
-        tasks.into_par_iter().try_for_each(|(read, bytes)| read.run(bytes))?;
-        self.gpu.upload(&pinned.slice()[..self.used], staging.at(0))?;
-        for repack in self.repacks.drain(..) {
+        self.gpu.upload(&pinned.slice()[..batch.used], staging.at(0))?;
+        for repack in &batch.repacks {
             repack.launch(self.gpu, self.kernels)?;
         }
         self.gpu.record(free)?;
-        self.next = 1 - self.next;
-        self.used = 0;
-        (self.progress)(self.done.min(self.total), self.total);
+        (self.progress)(batch.done.min(self.total), self.total);
         Ok(())
+    }
+
+    /// Both batches.
+    fn flush_all(&mut self) -> Result<()> {
+        self.flush()?;
+        self.flush()
     }
 
     /// Scales of rows, in the order of the tiles.
@@ -673,7 +687,7 @@ impl<'a> Upload<'a> {
     /// A plain matrix of one part whose rows are here already.
     fn host_rows(&mut self, numbers: &[bf16], matrix: &Matrix) -> Result<()> {
         let k = matrix.parts[0].k;
-        self.flush()?;
+        self.flush_all()?;
         let rows = (self.buffers[0].0.slice().len() / (2 * k)).min(MAX_GRID_ROWS);
         for (i, chunk) in numbers.chunks(rows * k).enumerate() {
             let (pinned, staging, free) = &mut self.buffers[self.next];
@@ -694,6 +708,7 @@ impl<'a> Upload<'a> {
                 k: k as i32,
                 k_blocks: k.div_ceil(32) as i32,
                 pad: 0,
+                tile_scales: 0,
             });
             repack.launch(self.gpu, self.kernels)?;
             self.gpu.record(free)?;
@@ -704,7 +719,7 @@ impl<'a> Upload<'a> {
 
     /// Waits; bytes that were read.
     fn finish(mut self) -> Result<usize> {
-        self.flush()?;
+        self.flush_all()?;
         self.gpu.synchronize()?;
         Ok(self.done)
     }
@@ -779,12 +794,12 @@ fn numbers_of(weight: &Weight, slice: &Slice) -> Result<Vec<f32>> {
             Some((block, rows.start, columns, scales_of(&weight.scales[0], rows.start * columns, rows.len() * columns)?))
         }
     };
-    let row_numbers = |row: usize| -> Result<Vec<f32>> {
-        let mut bytes = vec![0; row_bytes];
-        tensor.read_at(row * row_bytes, &mut bytes)?;
+    let mut bytes = vec![0; slice.rows.len() * row_bytes];
+    tensor.read_at(slice.rows.start * row_bytes, &mut bytes)?;
+    let row_numbers = |(row, bytes): (usize, &[u8])| -> Result<Vec<f32>> {
         let Some((block, first, columns, scales)) = &scales else {
             let mut numbers = Vec::with_capacity(weight.cols);
-            floats(tensor, &bytes, &mut numbers)?;
+            floats(tensor, bytes, &mut numbers)?;
             return Ok(numbers);
         };
         let scales = &scales[(row / block.rows - first) * columns..][..*columns];
@@ -794,6 +809,7 @@ fn numbers_of(weight: &Weight, slice: &Slice) -> Result<Vec<f32>> {
         };
         Ok((0..weight.cols).map(|col| code(col) * scales[block.cols.map_or(0, |size| col / size)]).collect())
     };
-    let rows: Vec<Vec<f32>> = slice.rows.clone().into_par_iter().map(row_numbers).collect::<Result<_>>()?;
+    let rows: Vec<Vec<f32>> =
+        slice.rows.clone().into_par_iter().zip(bytes.par_chunks_exact(row_bytes)).map(row_numbers).collect::<Result<_>>()?;
     Ok(rows.concat())
 }

@@ -180,7 +180,7 @@ impl Tensor {
     }
 
     /// Copies runs of `row_bytes` bytes that lie `stride` bytes apart, from byte `offset` of the tensor on, until `out` is full: a rank's columns. One read in
-    /// the log, of the bytes that were copied; where runs are short the system reads what lies between them as well.
+    /// the log, of the bytes that were copied; where little lies between runs it is read as well, and dropped.
     pub fn read_rows(&self, offset: usize, stride: usize, row_bytes: usize, out: &mut [u8]) -> Result<()> {
         let rows = out.len() / row_bytes.max(1);
         let end = rows.checked_sub(1).and_then(|n| n.checked_mul(stride)).and_then(|n| n.checked_add(offset + row_bytes));
@@ -190,6 +190,12 @@ impl Tensor {
             }
             _ => bail!("{}: expected {row_bytes} of each {stride} bytes within {}, found {} in all", self.name, self.len, out.len()),
         }
+    }
+
+    /// Asks the system to have the bytes of such runs in its cache soon: a disk is as fast as it can be only with many requests at a time. A hint, and no read of
+    /// the log. The system's own guesses at what comes next end for this file: between a rank's rows they would be those of other ranks.
+    pub fn advise_rows(&self, offset: usize, stride: usize, row_bytes: usize, rows: usize) {
+        self.shard.advise_rows(self.start + offset, stride, row_bytes, rows);
     }
 
     /// Whether both are one tensor of one file.
@@ -311,6 +317,11 @@ pub fn load<'a>(tensors: impl IntoIterator<Item = &'a Tensor>, progress: &mut dy
 
 const ALIGN: usize = size_of::<u128>();
 
+/// Runs this far apart are read by themselves.
+const APART: usize = 64 << 10;
+/// Of spans of runs and of hints. The system takes at most one request of the disk, or its own look-ahead, from a hint, and drops the rest of it.
+const REQUEST_BYTES: usize = 256 << 10;
+
 /// A run of neighbouring tensors in memory of our own.
 struct Loaded {
     buffer: Arc<Vec<u128>>, // u128 for its alignment
@@ -331,35 +342,43 @@ impl Shard {
         let mut offset = start;
         for piece in out.chunks_mut(PIECE_BYTES) {
             self.log(offset, piece.len());
-            self.file.read_exact_at(piece, offset as u64).with_context(|| {
-                format!("{}: expected {} bytes at {offset}, the file changed or cannot be read", self.path.display(), piece.len())
-            })?;
+            self.read_exact(offset, piece)?;
             offset += piece.len();
             advance(piece.len());
         }
         Ok(())
     }
 
+    fn read_exact(&self, offset: usize, out: &mut [u8]) -> Result<()> {
+        self.file.read_exact_at(out, offset as u64).with_context(|| {
+            format!("{}: expected {} bytes at {offset}, the file changed or cannot be read", self.path.display(), out.len())
+        })
+    }
+
     fn read_rows(&self, start: usize, stride: usize, row_bytes: usize, out: &mut [u8]) -> Result<()> {
-        /// Runs this far apart are read by themselves.
-        const APART: usize = 64 << 10;
         self.log(start, out.len());
-        let rows = out.chunks_exact_mut(row_bytes).enumerate().map(|(i, row)| (start + i * stride, row));
-        match &self.map {
-            Some(map) if stride <= APART => {
-                let span = (rows.len().max(1) - 1) * stride + row_bytes;
-                // A hint: without it pages come one fault at a time.
-                let _ = map.advise_range(Advice::PopulateRead, start, span);
-                rows.for_each(|(at, row)| row.copy_from_slice(&map[at..at + row.len()]));
-                Ok(())
-            }
-            _ => {
-                for (at, row) in rows {
-                    self.file.read_exact_at(row, at as u64).with_context(|| {
-                        format!("{}: expected {row_bytes} bytes at {at}, the file changed or cannot be read", self.path.display())
-                    })?;
-                }
-                Ok(())
+        let together = if stride <= APART { (REQUEST_BYTES / stride).max(1) } else { 1 };
+        let mut span = vec![0; (together - 1) * stride + row_bytes];
+        for (i, rows) in out.chunks_mut(together * row_bytes).enumerate() {
+            let span = &mut span[..(rows.len() / row_bytes - 1) * stride + row_bytes];
+            self.read_exact(start + i * together * stride, span)?;
+            let runs = span.chunks(stride).map(|run| &run[..row_bytes]);
+            rows.chunks_exact_mut(row_bytes).zip(runs).for_each(|(row, run)| row.copy_from_slice(run));
+        }
+        Ok(())
+    }
+
+    fn advise_rows(&self, start: usize, stride: usize, row_bytes: usize, rows: usize) {
+        let advise = |offset: usize, bytes: usize, advice| {
+            use std::os::fd::AsRawFd;
+            // SAFETY: no memory is passed. An error means that the hint was not taken.
+            unsafe { libc::posix_fadvise(self.file.as_raw_fd(), offset as i64, bytes as i64, advice) };
+        };
+        advise(0, 0, libc::POSIX_FADV_RANDOM);
+        let (n, bytes) = if stride <= APART { (rows.min(1), rows.saturating_sub(1) * stride + row_bytes) } else { (rows, row_bytes) };
+        for start in (0..n).map(|i| start + i * stride) {
+            for offset in (0..bytes).step_by(REQUEST_BYTES) {
+                advise(start + offset, REQUEST_BYTES.min(bytes - offset), libc::POSIX_FADV_WILLNEED);
             }
         }
     }

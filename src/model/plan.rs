@@ -355,6 +355,15 @@ pub struct Plan {
 pub struct Storage {
     pub weight: usize,
     pub kv: usize,
+    /// Whether the matrices that make keys and values of latents are plain numbers whatever their format.
+    pub plain_kv_b: bool,
+}
+
+impl Storage {
+    fn kv_b(&self, a: &LatentAttention, rows: usize) -> u64 {
+        let format = if self.plain_kv_b { Format::Plain } else { a.format };
+        format.bytes(rows, a.dims.kv_rank, self.weight)
+    }
 }
 
 impl Step {
@@ -367,9 +376,9 @@ impl Step {
             }
             Step::Linear(l) => l.format.bytes(l.n, l.k(), storage.weight),
             Step::Attention(a) => (position * 2 * a.n_kv_heads * a.head_dim * storage.kv) as u64,
-            Step::LatentQuery(a) => a.format.bytes(a.n_heads * a.dims.nope_dim, a.dims.kv_rank, storage.weight),
+            Step::LatentQuery(a) => storage.kv_b(a, a.n_heads * a.dims.nope_dim),
             Step::LatentAttend(a) => (position * a.dims.row_dim() * storage.kv) as u64,
-            Step::LatentValue(a) => a.format.bytes(a.n_heads * a.dims.v_dim, a.dims.kv_rank, storage.weight),
+            Step::LatentValue(a) => storage.kv_b(a, a.n_heads * a.dims.v_dim),
             Step::Router(r) => Format::Plain.bytes(r.routing.n_experts, r.input.dim, storage.weight),
             Step::ExpertsUp(m) => {
                 let rows = if m.one_row { 1 } else { rows };
@@ -1058,10 +1067,10 @@ impl Builder {
     }
 }
 
-/// The listing of `-vv`: one line a step, with shapes and the bytes it reads at an empty cache in bf16.
+/// The listing of `-vv`: one line a step, with shapes and the bytes it reads at an empty cache on a GPU, in bf16.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let storage = Storage { weight: 2, kv: 2 };
+        let storage = Storage { weight: 2, kv: 2, plain_kv_b: true };
         writeln!(f, "{:?}, rank {} of {}", self.pass, self.ranks.rank, self.ranks.count)?;
         for b in &self.buffers {
             writeln!(f, "  buffer {} [{}, {}] {:?}", b.name, b.rows, b.dim, b.kind)?;

@@ -1,5 +1,6 @@
 //! A small fuzzer on stable Rust: inputs made from seeds by structure (JSON) and by bytes, kept as further seeds when they are accepted, or refused in a new way.
 //! A panic, an input that takes too long and an absurd allocation are failures; their inputs are saved. fuzz.rs says what is fuzzed.
+use crate::support::Random;
 use serde::de::IgnoredAny;
 use serde_json::{json, Map, Value};
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -57,7 +58,7 @@ pub fn fuzz(
         max_len: 2 * corpus.iter().map(Vec::len).max().unwrap_or(0) + 1024,
         corpus,
         refused: Vec::new(),
-        random: Random(seed),
+        random: Random::new(seed),
         seen: HashSet::new(),
         now: File::create(out.join(name)).unwrap(),
         out: out.clone(),
@@ -367,35 +368,6 @@ fn shape(message: &str) -> String {
 
 fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
-}
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
-    }
-
-    fn one_in(&mut self, n: usize) -> bool {
-        self.below(n) == 0
-    }
-
-    fn pick<'a, T>(&mut self, items: &'a [T]) -> &'a T {
-        &items[self.below(items.len())]
-    }
-
-    fn pick_mut<'a, T>(&mut self, items: &'a mut [T]) -> &'a mut T {
-        &mut items[self.below(items.len())]
-    }
 }
 
 thread_local! {
