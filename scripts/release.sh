@@ -55,7 +55,9 @@ if [ -z "${NCCL_STATIC_DIR:-}" ]; then
 fi
 # What asks for libgcc_s gets the same from gcc's archives.
 mkdir -p "$cache/libgcc" && echo 'GROUP ( -lgcc_eh -lgcc )' >"$cache/libgcc/libgcc_s.so"
-RUSTFLAGS="-L native=$cache/libgcc" CARGO_TARGET_DIR=$cache/nccl cargo build --locked --profile dist --bin volley --features static-nccl
+# An archive made on a newer glibc asks for names that this one may lack.
+cc -O2 -c scripts/isoc23.c -o "$cache/isoc23.o"
+RUSTFLAGS="-L native=$cache/libgcc -C link-arg=$cache/isoc23.o" CARGO_TARGET_DIR=$cache/nccl cargo build --locked --profile dist --bin volley --features static-nccl
 with_nccl=$cache/nccl/dist/volley
 check "$with_nccl" "$(ldd --version | sed -n '1s/.* //p')"
 "$with_nccl" --version | grep -q 'NCCL: .* linked in' || { echo "error: NCCL is not in it" >&2; exit 1; }
