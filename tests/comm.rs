@@ -416,8 +416,10 @@ fn the_tuner_does_not_choose_what_is_wrong() {
         let (tuned, failed) = tune(n, Options::default());
         assert_eq!(tuned.iter().map(|t| t.rows).collect::<Vec<_>>(), rows);
         for t in &tuned {
-            let fastest = t.times.iter().min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
-            assert!(algorithms(t) == [Push, Pull, TwoShot] && t.choice == fastest.0 && fastest.1 > 0.0, "{t}");
+            // Little slower than the fastest is fast enough: `NEARLY` in links.rs.
+            let least = t.times.iter().map(|t| t.1).min_by(f64::total_cmp).unwrap();
+            let first = t.times.iter().find(|t| t.1 <= 1.1 * least).unwrap();
+            assert!(algorithms(t) == [Push, Pull, TwoShot] && t.choice == first.0 && least > 0.0, "{t}");
         }
         assert!(failed.is_empty(), "{failed:?}");
     }
