@@ -416,9 +416,8 @@ fn the_tuner_does_not_choose_what_is_wrong() {
         let (tuned, failed) = tune(n, Options::default());
         assert_eq!(tuned.iter().map(|t| t.rows).collect::<Vec<_>>(), rows);
         for t in &tuned {
-            // Little slower than the fastest is fast enough: `NEARLY` in links.rs.
             let least = t.times.iter().map(|t| t.1).min_by(f64::total_cmp).unwrap();
-            let first = t.times.iter().find(|t| t.1 <= 1.1 * least).unwrap();
+            let first = t.times.iter().find(|t| t.1 <= links::NEARLY * least).unwrap();
             assert!(algorithms(t) == [Push, Pull, TwoShot] && t.choice == first.0 && least > 0.0, "{t}");
         }
         assert!(failed.is_empty(), "{failed:?}");

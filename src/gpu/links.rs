@@ -595,7 +595,7 @@ struct Bench<'a> {
 }
 
 /// A graph of sums alone does not tell small differences: on two H200s pull was 4 % faster than push at 8 rows there, and made a pass of 8 rows of an 8B 5 % slower.
-const NEARLY: f64 = 1.1;
+pub const NEARLY: f64 = 1.1;
 
 /// The fastest algorithm whose sums are right, or an earlier one of push, pull, two-shot and NCCL that is nearly as fast, for each number of rows of `dim`, ascending, and those that are not right, which are not used for any. All ranks at the
 /// same time. Nothing is tuned when nothing is right.
