@@ -7,6 +7,7 @@
 //
 // Width does not show in the bits: an expert's product with a row is a column of the mma, summed in an order that the weight alone decides; a row adds its experts in
 // ascending order and the shared one last, whatever other rows want.
+#include <type_traits>
 #include "format.cuh"
 #include "linear_row.cuh"
 
@@ -245,6 +246,12 @@ template <int kRows> __device__ __noinline__ int route(const ExpertParams& ep, f
   return rows;
 }
 
+// A tile's scale of row n, where each row has one.
+template <class F> __device__ __forceinline__ float row_scale(const ExpertMatrix& m, int expert, int tile, int n) {
+  return std::is_same<F, Fp8Rows>::value ? __uint_as_float(load_weights(reinterpret_cast<const uint32_t*>(m.scales + (size_t)expert * m.n_scales + tile * 16 + n))) : 1.0f;
+}
+template <class F> __device__ __forceinline__ float scaled(float scale, float sum) { return std::is_same<F, Fp8Rows>::value ? __fmul_rn(scale, sum) : sum; }
+
 // ---- a warp's run of K: some units of a tile, one behind the other ----
 template <class F> struct Run {
   int first, n;
@@ -264,7 +271,7 @@ template <class F, int kColumns> struct Stream {
   struct At { const char* weights; const float* scales; };
   __device__ __forceinline__ static At run(const ExpertMatrix& m, int expert, int tile, int k, int first, int lane) {
     const size_t unit = (size_t)tile * units_of<F>(k) + first;
-    return {reinterpret_cast<const char*>(m.weights) + expert * m.bytes + unit * F::kUnitBytes + lane * F::kLaneBytes, F::kUnitBytes == 512 ? m.tile_scales + (size_t)expert * m.scales + unit * 2 : nullptr};
+    return {reinterpret_cast<const char*>(m.weights) + expert * m.bytes + unit * F::kUnitBytes + lane * F::kLaneBytes, std::is_same<F, Fp8>::value ? m.scales + (size_t)expert * m.n_scales + unit * 2 : nullptr};
   }
   __device__ __forceinline__ void load(int slot, const At& at, int unit, int lane) { F::load(held[slot], at.weights + unit * F::kUnitBytes, at.scales + unit * 2, lane); }
   __device__ __forceinline__ void start(const At& at, int n, int lane) {
@@ -344,6 +351,7 @@ __device__ __forceinline__ void up_tile(Stream<F, kColumns>& stream, const Exper
 #pragma unroll
     for (int c = 0; c < kColumns; c++) store_shared(shared_address(&partial[warp][c][sum_slot(g, t)]), acc[c]);
   }
+  const float scale = row_scale<F>(m, of.expert, tile, Adder(thread_index_anew() % (kColumns * 128)).n);
 #ifndef PLANT_MISSING_BARRIER
   __syncthreads();
 #endif
@@ -358,7 +366,7 @@ __device__ __forceinline__ void up_tile(Stream<F, kColumns>& stream, const Exper
     for (int w = 0; w < kExpertWarps; w++) y = __fadd_rn(y, v[w]);
     const bool wanted = a.column < n;
     const int row = wanted ? row_of(a.column) : 0, j = tile * 8 + (a.n & 7);
-    y = __fmul_rn(inverse[row], y);
+    y = __fmul_rn(inverse[row], scaled<F>(scale, y));
     const float up = __shfl_xor_sync(0xffffffffu, y, 2);
     const int slot = kShared ? p.route.top_k : chosen.slot_of[row][of.expert];
     if (wanted && a.n < 8 && j < m.dim) p.act[(size_t)row * p.act_stride + slot * p.routed.dim + j] = __float2bfloat16(__fmul_rn(silu(y), up));
@@ -473,13 +481,14 @@ __device__ __forceinline__ void experts_down(const ExpertParams& p) {
       }
       float acc[kColumns][4] = {};
       const typename Stream<Routed, kColumns>::At none{};
+      const float low = row_scale<Routed>(p.routed, item.expert, at.tile, at.g), high = row_scale<Routed>(p.routed, item.expert, at.tile, at.g + 8);
       stream.sum(acc, run_of(item), more ? run_of(next) : none, x, left, units, at.lane);
 #pragma unroll
       for (int c = 0; c < kColumns; c++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
           const int column = c * 8 + 2 * at.t + (e & 1);
-          if (column < item.n) sums[at.own][work.item[i].row[column] * top_k + work.item[i].slot[column]][at.g + 8 * (e >> 1)] = acc[c][e];
+          if (column < item.n) sums[at.own][work.item[i].row[column] * top_k + work.item[i].slot[column]][at.g + 8 * (e >> 1)] = scaled<Routed>(e >> 1 ? high : low, acc[c][e]);
         }
     }
   }
@@ -524,7 +533,7 @@ __device__ __forceinline__ void experts_down(const ExpertParams& p) {
       float sum = 0;
 #pragma unroll
       for (int r = 0; r < kRuns; r++) sum = __fadd_rn(sum, reinterpret_cast<const float*>(common[own][r][thread % (kColumns * 128) >> 7])[a.at]);
-      y = __fadd_rn(y, sum);
+      y = __fadd_rn(y, scaled<Common>(row_scale<Common>(p.shared, 0, tile, a.n), sum));
     }
     if (p.partial) {
       p.partial[at] = __float2bfloat16(y);
@@ -555,5 +564,6 @@ KERNEL(router_m16, RouterParams, kExpertThreads, 2) { router<2>(p); }
   KERNEL(experts_down_m16_##routed##_##shared, ExpertParams, kExpertThreads, 2) { experts_down<Routed, Shared, 2>(p); }
 EXPERTS(bf16, bf16, Bf16, Bf16)
 EXPERTS(fp8, fp8, Fp8, Fp8)
+EXPERTS(fp8_rows, fp8_rows, Fp8Rows, Fp8Rows)
 EXPERTS(int4, bf16, Int4, Bf16)
 EXPERTS(int4, fp8, Int4, Fp8)

@@ -509,12 +509,12 @@ struct RouteParams {
 };
 static_assert(sizeof(RouteParams) == 64, "twin in Rust");
 
-// One expert's matrices, re-tiled (format.cuh); expert e is e * bytes and, of FP8, e * scales away from the first.
+// One expert's matrices, re-tiled (format.cuh); expert e is e * bytes and, of FP8, e * n_scales away from the first.
 struct ExpertMatrix {
   const unsigned char* weights;
-  const float* tile_scales;
+  const float* scales;            // beside the blocks: fp8 as in format.cuh, fp8_rows [n_tiles * 16] in the order of tiles
   unsigned long long bytes;
-  int scales;
+  int n_scales;
   int dim;                        // up: columns of its act; down: its K
 };
 // experts_up_*: chooses (route), then act[row][slot * routed.dim ..] = silu(gate) * up of each item, gate and up interleaved as in kEpilogueSilu; the shared expert behind the

@@ -144,6 +144,10 @@ macro_rules! command {
             /// drafts a cycle, 1 to 7, or auto: as many as pay (default: auto)
             #[argh(option, default = "DraftTokens(None)")]
             draft_tokens: DraftTokens,
+            /// of a drafter with the whole vocabulary, draft only the 32768 tokens that this FILE counts most: JSON, {"id": count} or a list of ids, the most
+            /// frequent first
+            #[argh(option)]
+            draft_vocab: Option<PathBuf>,
             /// a weights.toml for checkpoints with other tensor names (default: built in)
             #[argh(option)]
             weights: Option<PathBuf>,
@@ -164,6 +168,7 @@ macro_rules! command {
                     no_mmap: self.no_mmap,
                     draft: self.draft.clone(),
                     draft_tokens: self.draft_tokens.0,
+                    draft_vocab: self.draft_vocab.clone(),
                     weights: self.weights.clone(),
                     gpus: self.gpus.0.clone(),
                     tp: self.tp,
@@ -595,7 +600,7 @@ fn completions(shell: Shell) -> String {
     let collectives: Vec<&str> = ["auto"].into_iter().chain(Algorithm::NAMES.map(|(name, _)| name)).collect();
     let values = |name: &str| match name {
         "--model" => Values::Folder,
-        "--nccl" | "--weights" | "--prompts" => Values::File,
+        "--nccl" | "--weights" | "--prompts" | "--draft-vocab" => Values::File,
         "--device" => Values::Words(&["auto", "cpu", "cuda"]),
         "--collective" => Values::Words(&collectives),
         "--draft" => Values::WordsOrFolder(&["none", "ngram", "mtp"]),

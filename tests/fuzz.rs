@@ -24,6 +24,7 @@ use volley::decode::{Drafting, Engine, Flow, Request, Sampling};
 use volley::model::checkpoint::{self, Checkpoint, Read};
 use volley::model::config::Config;
 use volley::model::draft::DraftModel;
+use volley::model::draft_vocab;
 use volley::model::plan::{self, Pass, Ranks};
 use volley::model::weights::{claim, Table, Weights};
 use volley::text::{ChatOptions, ChatTemplate, Message, Tokenizer};
@@ -381,6 +382,16 @@ fn weights() {
         let table = Table::parse(std::str::from_utf8(input)?)?;
         let weights = claim(&table, &config, &checkpoint)?;
         computes(config.clone(), weights, None)
+    });
+}
+
+#[test]
+fn draft_vocab() {
+    let seeds = vec![json_bytes(&json!([5, 3, 511, 0])), json_bytes(&json!({"5": 9, "3": 2, "511": 2, "0": 0}))];
+    fuzz("draft_vocab", Format::Json, seeds, &["511", "512", "-1", "1e3"], |input| {
+        let ids = draft_vocab::parse(std::str::from_utf8(input)?, 512)?;
+        assert!(!ids.is_empty() && ids.is_sorted_by(|a, b| a < b) && ids.iter().all(|id| *id < 512));
+        Ok(())
     });
 }
 

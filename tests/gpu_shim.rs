@@ -2,13 +2,16 @@
 //! What is compared: logits with the f32 reference, widths, chunks and graphs with each other to the bit, and whole answers.
 #[path = "support/drafter.rs"]
 mod drafter;
+#[path = "support/experts.rs"]
+mod experts;
 #[path = "support/quantised.rs"]
 mod quantised;
 #[path = "support/shim.rs"]
 mod shim;
 mod support;
 
-use drafter::{latent_draft_model, tiny_llama_drafter};
+use drafter::{latent_draft_model, tiny_llama_drafter, whole_llama_drafter};
+use experts::write_tiny8;
 use quantised::{write_quantised, Scheme};
 use std::path::Path;
 use std::process::Command;
@@ -183,6 +186,15 @@ fn models_with_experts() {
         near_the_reference(name, &mut m);
         rows_do_not_depend_on_width_or_chunk(name, &mut m);
     }
+    // FP8 with a scale a row: routed experts, shared ones and attention.
+    let dir = tempfile::tempdir().unwrap();
+    write_tiny8(dir.path(), Some(Scheme::Fp8Channel));
+    let (config, weights) = open(dir.path());
+    let mut m = machine_of(dir.path(), false);
+    let mut r = Reference::new(config, weights, 200, None, false).unwrap();
+    let ids = token_ids(check::STEP_ROWS, m.vocab());
+    println!("fp8 rows: {}", check::steps(&mut m, &mut r, &ids).unwrap_or_else(|e| panic!("fp8 rows: {e:#}")));
+    rows_do_not_depend_on_width_or_chunk("fp8 rows", &mut m);
 }
 
 /// One rank of a model, alone: it has that rank's share of the weights and computes with it, whether a sum over ranks costs nothing or time.
@@ -386,7 +398,7 @@ fn cycles(m: &mut Machine, sampling: &Sampling, drafts: usize, ngram: bool, n: u
 /// a prompt of the same text leaves.
 #[test]
 fn drafters_compute_what_the_reference_computes() {
-    for (case, name) in ["llama", "llama", "dsv3_mtp", "kimi_k25_int4"].into_iter().enumerate() {
+    for (case, name) in ["llama", "llama", "dsv3_mtp", "kimi_k25_int4", "llama", "dsv3_mtp"].into_iter().enumerate() {
         let (config, weights) = model(name);
         let drafter = || Some(draft_model(case, name, &config, &weights));
         let gpu = shim::gpu();
@@ -425,10 +437,13 @@ fn drafters_compute_what_the_reference_computes() {
     }
 }
 
-/// Without norms that flags add, and with them; the model's own layer; latent attention.
+/// Without norms that flags add, and with them; the model's own layer; latent attention; heads of the whole vocabulary, truncated.
 fn draft_model(case: usize, name: &str, config: &Config, weights: &Weights) -> DraftModel {
+    let some = |vocab: usize| (0..vocab as u32).filter(|id| id % 3 == 1).collect();
     match case {
         0 | 1 => tiny_llama_drafter(config, weights, case == 1),
+        4 => whole_llama_drafter(config, weights).truncate(some(config.vocab)).unwrap(),
+        5 => draft_model(2, name, config, weights).truncate(some(config.vocab)).unwrap(),
         _ => latent_draft_model(&Path::new("tests/data/tiny").join(name), config, weights, case == 2),
     }
 }

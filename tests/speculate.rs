@@ -15,7 +15,7 @@ mod quantised;
 mod smollm2;
 mod support;
 
-use drafter::{draft_ids, latent_drafter, D0};
+use drafter::{draft_ids, latent_draft_model, latent_drafter, whole_llama_drafter, D0};
 use smollm2::{data, smollm2};
 use std::cell::RefCell;
 use std::path::Path;
@@ -284,6 +284,83 @@ fn a_model_drafts_by_its_own_layer_from_the_command_line() {
     run(t0.path(), &["--draft", "mtp"]).expect_error(2, &["--draft mtp", "num_nextn_predict_layers", "found none"]);
 }
 
+/// What is left of a drafter with the whole vocabulary computes the logits of its tokens as before, to the bit: a head of its own, the target's, a model's own
+/// layer, and with latent attention. Only these tokens are drafted.
+#[test]
+fn a_truncated_drafter_is_the_whole_one_for_its_tokens() {
+    type Make = fn(&Path, &Config, &Weights) -> DraftModel;
+    fn shared_head(_: &Path, config: &Config, weights: &Weights) -> DraftModel {
+        let dir = tempdir().unwrap();
+        let mut d0 = D0::new();
+        d0.set("draft_vocab_size", 512).remove("d2t").remove("t2d").remove("lm_head.weight").write(dir.path());
+        DraftModel::open(dir.path(), config, weights, Some(512), Read::Mmap).unwrap()
+    }
+    let cases: [(&str, &str, Make); 4] = [
+        ("a head of its own", "llama", |_, config, weights| whole_llama_drafter(config, weights)),
+        ("the target's head", "t0", shared_head),
+        ("the model's own layer", "dsv3_mtp", |dir, config, weights| latent_draft_model(dir, config, weights, true)),
+        ("latent attention", "kimi_k25_int4", |dir, config, weights| latent_draft_model(dir, config, weights, false)),
+    ];
+    let t0 = Tiny::new();
+    for (what, name, make) in cases {
+        let dir = if name == "t0" { t0.target().to_path_buf() } else { data("tiny").join(name) };
+        let ids: Vec<u32> = (0..open(&dir).0.vocab as u32).filter(|id| id % 3 == 1).collect();
+        let chain = |ids: Option<&[u32]>| {
+            let (config, weights) = open(&dir);
+            let whole = make(&dir, &config, &weights);
+            let drafter = ids.map_or(Ok(whole.clone()), |ids| whole.truncate(ids.to_vec())).unwrap();
+            let tokens: Vec<u32> = prompt(12).iter().map(|id| id % config.vocab as u32).collect();
+            let mut made = reference(config, weights, Some(drafter), false);
+            made.begin(&tokens, 0, &Sampling::default(), &Limits { end_ids: vec![], max_tokens: 20, context: 64 }).unwrap();
+            made.prefill(&tokens[..11]).unwrap();
+            made.verify(1).unwrap();
+            let root = made.record().unwrap().tokens;
+            made.set_drafts(&[]).unwrap();
+            let mut logits = Vec::new();
+            made.run(Pass::Draft { width: MAX_DRAFTS + 1, drafts: 1 }, &root, 11, &mut |step, out, _| {
+                if let Step::DraftToken { .. } = step {
+                    logits.extend_from_slice(out);
+                }
+            })
+            .unwrap();
+            (logits, made.drafts().to_vec())
+        };
+        let ((whole, _), (kept, drafts)) = (chain(None), chain(Some(&ids)));
+        let expected: Vec<f32> = ids.iter().map(|id| whole[*id as usize]).collect();
+        assert_eq!(kept, expected, "{what}");
+        let best = (0..ids.len()).max_by(|a, b| kept[*a].total_cmp(&kept[*b])).unwrap();
+        assert_eq!(drafts, [ids[best]], "{what}");
+    }
+}
+
+/// The option: a model's own layer with the tokens of a file changes no text; what it cannot be used for is one line.
+#[test]
+fn a_draft_vocabulary_from_the_command_line() {
+    let dir = tempdir().unwrap();
+    T0::new().write(dir.path()); // for its tokenizer
+    experts::write_tiny8(dir.path(), Some(quantised::Scheme::Fp8Block(32, 32)));
+    let file = dir.path().join("frequency.json");
+    let run = |target: &Path, args: &[&str]| {
+        let option = ["-v", "-n", "24", "-t", "3", "--seed", "4", "--draft-vocab", file.to_str().unwrap()];
+        binary::on(target, "run", &[&option, args, &["hello"]].concat(), b"")
+    };
+    let plain = binary::on(dir.path(), "run", &["-n", "24", "-t", "3", "--seed", "4", "--draft", "none", "hello"], b"").expect(0);
+    let counts: Vec<String> = (0..200).map(|id| format!("\"{id}\": {}", 1000 - id)).collect();
+    std::fs::write(&file, format!("{{{}}}", counts.join(", "))).unwrap();
+    let drafted = run(dir.path(), &["--draft", "mtp", "--draft-tokens", "3"]).expect(0);
+    assert_eq!(drafted.out, plain.out);
+    assert!(drafted.err.contains("multi-token prediction by layer 3, 200 draft ids"), "{}", drafted.err);
+
+    run(dir.path(), &["--draft", "none"]).expect_error(2, &["--draft-vocab: expected a drafter, found none"]);
+    let tiny = Tiny::new();
+    let d0 = tiny.0.path().join("d0");
+    run(tiny.target(), &["--draft", d0.to_str().unwrap()]).expect_error(2, &["--draft-vocab", "whole vocabulary, found one of 128 ids"]);
+    std::fs::write(&file, "[1, 512]").unwrap();
+    run(dir.path(), &["--draft", "mtp"]).expect_error(2, &["--draft-vocab", "frequency.json", "ids from 0 to 511", "found 512"]);
+    std::fs::remove_file(&file).unwrap();
+    run(dir.path(), &["--draft", "mtp"]).expect_error(2, &["--draft-vocab", "frequency.json", "expected a file of token frequencies"]);
+}
+
 // ---- the text does not depend on drafts
 
 /// Targets with latent attention and experts, plain and quantised, each kind of drafter, every number of drafts.
@@ -300,8 +377,16 @@ fn ids_of_models_with_experts_are_equal_with_every_drafter() {
         made.set_drafts(&[]).unwrap();
         made
     }
-    let cases: [(&str, Make); 4] = [
+    fn truncated_mtp(dir: &Path) -> Reference {
+        let truncate = |drafter: &mut DraftModel| {
+            let ids = (0..drafter.shape.vocab as u32).filter(|id| id % 2 == 1).collect();
+            *drafter = drafter.clone().truncate(ids).unwrap();
+        };
+        with_mtp(dir, truncate)
+    }
+    let cases: [(&str, Make); 5] = [
         ("dsv3_mtp", |dir| with_mtp(dir, |_| {})),
+        ("dsv3_mtp", truncated_mtp),
         ("dsv3_mtp", latent_eagle),
         ("kimi_k25_int4", latent_eagle),
         ("dsv3_fp8", latent_eagle),

@@ -9,6 +9,7 @@ struct Matrix {
   std::vector<unsigned char> tiles;
   std::vector<float> tile_scales, row_scales;   // [n_tiles * 16] in the order of tiles
   int n_tiles() const { return (n + 15) / 16; }
+  const std::vector<float>& scales() const { return format == kFp8Rows ? row_scales : tile_scales; }   // beside the tiles
 };
 
 inline double e4m3(unsigned code) {

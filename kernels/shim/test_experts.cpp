@@ -137,8 +137,8 @@ void check_experts(Matrix::Format routed, Matrix::Format common, const char* nam
   for (int e = 0; e < E; e++) { up.push_back(quantised(routed, 2 * dim, hidden, seed + e, true, 8, 32)); down.push_back(quantised(routed, hidden, dim, seed + 100 + e, false, 8, 32)); }
   const Matrix shared_up = quantised(common, 2 * shared_dim, hidden, seed + 50, true, 8, 32), shared_down = quantised(common, hidden, shared_dim, seed + 51, false, 8, 32);
   const auto join = [](const std::vector<Matrix>& all, std::vector<unsigned char>& tiles, std::vector<float>& scales) {
-    for (const Matrix& m : all) { tiles.insert(tiles.end(), m.tiles.begin(), m.tiles.end()); scales.insert(scales.end(), m.tile_scales.begin(), m.tile_scales.end()); }
-    return ExpertMatrix{tiles.data(), scales.data(), all[0].tiles.size(), (int)all[0].tile_scales.size(), 0};
+    for (const Matrix& m : all) { tiles.insert(tiles.end(), m.tiles.begin(), m.tiles.end()); scales.insert(scales.end(), m.scales().begin(), m.scales().end()); }
+    return ExpertMatrix{tiles.data(), scales.data(), all[0].tiles.size(), (int)all[0].scales().size(), 0};
   };
   std::vector<unsigned char> up_tiles, down_tiles; std::vector<float> up_scales, down_scales;
   ExpertMatrix up_matrix = join(up, up_tiles, up_scales), down_matrix = join(down, down_tiles, down_scales);
@@ -167,11 +167,11 @@ void check_experts(Matrix::Format routed, Matrix::Format common, const char* nam
     run(width > 8 ? "router_m16" : "router_m8", dim3((E + 15) / 16, kRouterSplits), 512, rp);
     auto act = poisoned<bf16>((size_t)width * act_stride);
     ExpertParams p{};
-    p.routed = up_matrix; p.shared = {shared_up.tiles.data(), shared_up.tile_scales.data(), 0, 0, shared_dim}; p.route = {sums.data(), nullptr, work.data(), nullptr, 0, E, top_k, 1, 1, 1, 1, 1.5f}; p.x = normed.data() + (size_t)first * hidden;
+    p.routed = up_matrix; p.shared = {shared_up.tiles.data(), shared_up.scales().data(), 0, 0, shared_dim}; p.route = {sums.data(), nullptr, work.data(), nullptr, 0, E, top_k, 1, 1, 1, 1, 1.5f}; p.x = normed.data() + (size_t)first * hidden;
     p.squares = squares.data() + (size_t)first * (hidden / 16); p.act = act.data(); p.k = hidden; p.x_stride = hidden; p.act_stride = act_stride; p.rows = width; p.eps = 1e-5f;
     char kernel[64]; std::snprintf(kernel, sizeof kernel, "experts_up_m%d_%s", width > 8 ? 16 : 8, name);
     run(kernel, dim3(width % 2 ? 3 : 7), 512, p);
-    p.routed = down_matrix; p.shared = {shared_down.tiles.data(), shared_down.tile_scales.data(), 0, 0, shared_dim}; p.x = act.data(); p.x_stride = act_stride; p.n = hidden;
+    p.routed = down_matrix; p.shared = {shared_down.tiles.data(), shared_down.scales().data(), 0, 0, shared_dim}; p.x = act.data(); p.x_stride = act_stride; p.n = hidden;
     std::vector<float> y(stream.begin() + (size_t)first * hidden, stream.begin() + (size_t)(first + width) * hidden);
     auto tap = poisoned<bf16>((size_t)width * hidden), out_normed = tap, partial = tap; auto out_squares = poisoned<float>((size_t)width * hidden / 16);
     p.stream = y.data(); p.tap = tap.data(); p.tap_stride = hidden; p.next_norm = next_norm.data(); p.normed = out_normed.data(); p.squares_out = out_squares.data();
@@ -234,5 +234,6 @@ int main() {
   check_experts(Matrix::kFp8, Matrix::kFp8, "fp8_fp8", 5, 2, 1056, 64, 32, 11);
   check_experts(Matrix::kBf16, Matrix::kBf16, "bf16_bf16", 7, 4, 64, 72, 0, 12);
   check_experts(Matrix::kInt4, Matrix::kFp8, "int4_fp8", 4, 2, 64, 40, 32, 13);
+  check_experts(Matrix::kFp8Rows, Matrix::kFp8Rows, "fp8_rows_fp8_rows", 5, 2, 96, 40, 24, 14);
   return finish("experts");
 }

@@ -3,7 +3,7 @@
 //!
 //! First facts of driver and GPU, then every kernel on small random models whose sizes do not divide evenly (`Shape`), then, if there is one,
 //! the user's model. The checks are in check.rs.
-use super::{bench::token_ids, check, default_draft, rank_gpus, setup, shown_bytes, Device, ModelOptions};
+use super::{bench::token_ids, check, default_draft, open_drafter, rank_gpus, read, setup, shown_bytes, Device, ModelOptions};
 use crate::cpu::Reference;
 use crate::decode::sample::philox;
 use crate::error;
@@ -13,9 +13,8 @@ use crate::gpu::machine::{Machine, Options};
 use crate::gpu::ranks::Conductor;
 use crate::gpu::weights::Source;
 use crate::gpu::{self, cuda, fatbins, probe};
-use crate::model::checkpoint::{Checkpoint, Read};
+use crate::model::checkpoint::Checkpoint;
 use crate::model::config::Config;
-use crate::model::draft::DraftModel;
 use crate::model::plan::Ranks;
 use crate::model::weights::{claim, Table, Weights};
 use anyhow::{bail, Context, Result};
@@ -195,31 +194,24 @@ impl Running {
 
 /// The reference of one rank of the model in `dir`.
 fn reference(dir: &Path, options: &ModelOptions, context: usize, ranks: Ranks) -> Result<Reference> {
-    let (config, weights) = model(dir, options)?;
+    let (config, _, _, weights) = model(dir, options)?;
     weights.load(&mut |_, _| {})?;
     Reference::of_ranks(config, weights, context, None, false, ranks)
 }
 
-fn model(dir: &Path, options: &ModelOptions) -> Result<(Config, Weights)> {
+fn model(dir: &Path, options: &ModelOptions) -> Result<(Config, Table, Checkpoint, Weights)> {
     let config = Config::open(dir)?;
     let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
-    let weights = claim(&table, &config, &Checkpoint::open(dir, read(options))?)?;
-    Ok((config, weights))
-}
-
-fn read(options: &ModelOptions) -> Read {
-    if options.no_mmap {
-        Read::Plain
-    } else {
-        Read::Auto
-    }
+    let checkpoint = Checkpoint::open(dir, read(options))?;
+    let weights = claim(&table, &config, &checkpoint)?;
+    Ok((config, table, checkpoint, weights))
 }
 
 /// The model in `dir` with room for the tokens that checks use, and whether it has a drafter there.
 fn open(gpu: &Gpu, gpus: &[usize], dir: &Path, options: &ModelOptions) -> Result<(Running, bool)> {
-    let (config, weights) = model(dir, options)?;
+    let (config, table, checkpoint, weights) = model(dir, options)?;
     let draft = options.draft.clone().unwrap_or_else(|| default_draft(dir, true));
-    let drafter = draft.dir.map(|dir| DraftModel::open(&dir, &config, &weights, None, read(options))).transpose()?;
+    let drafter = open_drafter(options, &draft, &table, &config, Some((&weights, &checkpoint)), None)?;
     let has_drafter = drafter.is_some();
     let context = options.context.unwrap_or(CONTEXT).min(config.context);
     let machine_options = Options { context, drafter, ngram: true, require_graphs: options.require_graphs, fail_capture: |_| false };

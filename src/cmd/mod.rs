@@ -22,12 +22,13 @@ use crate::gpu::{self, comm, machine, nccl, weights::Source};
 use crate::model::checkpoint::{Checkpoint, Dtype, Read};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
+use crate::model::draft_vocab;
 pub use crate::model::plan::Ranks;
 use crate::model::plan::{self, Pass, Plan, Storage};
 use crate::model::weights::{self, Table, Weights};
 pub use crate::text::shielded;
 use crate::text::Tokenizer;
-use anyhow::{bail, Context, Result};
+use anyhow::{bail, ensure, Context, Result};
 use std::fmt;
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -69,6 +70,8 @@ pub struct ModelOptions {
     pub draft: Option<Draft>,
     /// Drafts a cycle; None lets the policy choose.
     pub draft_tokens: Option<usize>,
+    /// The tokens that a drafter with the whole vocabulary is left with, by frequency.
+    pub draft_vocab: Option<PathBuf>,
     /// Which GPUs; empty: as many as there are ranks for.
     pub gpus: Vec<usize>,
     /// Tensor-parallel ranks; None: one for each place on the GPUs.
@@ -182,8 +185,7 @@ impl Model {
         cpu::compute_on_this_thread();
         // Files that are absent or cut are found before a GPU is opened, a GPU that cannot run them before a weight is read.
         let config = Config { fp8_dense: options.fp8_dense, ..Config::open(dir)? };
-        let read = if options.no_mmap { Read::Plain } else { Read::Auto };
-        let checkpoint = if options.random { None } else { Some(Checkpoint::open(dir, read)?) };
+        let checkpoint = if options.random { None } else { Some(Checkpoint::open(dir, read(options))?) };
         let gpus = rank_gpus(options)?;
         let ranks = Ranks { whole_attention: options.whole_attention == Some(true), ..Ranks::new(0, gpus.len()) };
         if options.slice.is_some() && (ranks.count > 1 || options.device != Device::Cuda) {
@@ -202,15 +204,8 @@ impl Model {
         let weights = checkpoint.as_ref().map(|checkpoint| weights::claim(&table, &config, checkpoint)).transpose()?;
         let stored = checkpoint.as_ref().map_or("random weights".to_string(), Checkpoint::to_string);
         let draft = options.draft.clone().unwrap_or_else(|| default_draft(dir, !options.random));
-        let drafter = match (&draft.dir, &weights) {
-            (None, _) if draft.mtp => match (&weights, &checkpoint) {
-                (Some(weights), Some(checkpoint)) => Some(DraftModel::mtp(&table, &config, weights, checkpoint)?),
-                _ => Some(DraftModel::random_mtp(&config)?),
-            },
-            (Some(dir), Some(weights)) => Some(DraftModel::open(dir, &config, weights, tokens, read)?),
-            (Some(dir), None) => Some(DraftModel::random(dir, &config)?),
-            (None, _) => None,
-        };
+        let stored_target = weights.as_ref().zip(checkpoint.as_ref());
+        let drafter = open_drafter(options, &draft, &table, &config, stored_target, tokens)?;
         let dtype = match &weights {
             Some(w) => w.iter().find(|(_, w)| w.cols > 1).map(|(_, w)| w.dtype()).context("the model has no weights")?,
             None => Dtype::Bf16,
@@ -429,6 +424,39 @@ fn model_dir(options: &ModelOptions) -> Result<PathBuf> {
         );
     }
     Ok(dir)
+}
+
+fn read(options: &ModelOptions) -> Read {
+    if options.no_mmap {
+        Read::Plain
+    } else {
+        Read::Auto
+    }
+}
+
+/// The drafter that `draft` names, if it names one; `stored` is None where weights are random.
+fn open_drafter(
+    options: &ModelOptions,
+    draft: &Draft,
+    table: &Table,
+    config: &Config,
+    stored: Option<(&Weights, &Checkpoint)>,
+    tokens: Option<usize>,
+) -> Result<Option<DraftModel>> {
+    let drafter = match (&draft.dir, stored) {
+        (Some(dir), Some((weights, _))) => DraftModel::open(dir, config, weights, tokens, read(options))?,
+        (Some(dir), None) => DraftModel::random(dir, config)?,
+        (None, Some((weights, checkpoint))) if draft.mtp => DraftModel::mtp(table, config, weights, checkpoint)?,
+        (None, None) if draft.mtp => DraftModel::random_mtp(config)?,
+        (None, _) => {
+            ensure!(options.draft_vocab.is_none(), "--draft-vocab: expected a drafter, found none; give --draft DIR or mtp");
+            return Ok(None);
+        }
+    };
+    Ok(Some(match &options.draft_vocab {
+        Some(path) => drafter.truncate(draft_vocab::read(path, config.vocab)?)?,
+        None => drafter,
+    }))
 }
 
 /// The drafter that lies beside the model, by its name.

@@ -100,8 +100,13 @@ const LATENT_DIMS: [([usize; 2], &str, &str); 4] = [
     ([32, 8], "latent_attend_32_8", "latent_value_32"),
 ];
 /// How experts and the shared one are stored for the kernels of experts.
-const EXPERT_TILES: [[Tiles; 2]; 4] =
-    [[Tiles::Bf16, Tiles::Bf16], [Tiles::Fp8, Tiles::Fp8], [Tiles::Int4, Tiles::Bf16], [Tiles::Int4, Tiles::Fp8]];
+const EXPERT_TILES: [[Tiles; 2]; 5] = [
+    [Tiles::Bf16, Tiles::Bf16],
+    [Tiles::Fp8, Tiles::Fp8],
+    [Tiles::Fp8Rows, Tiles::Fp8Rows],
+    [Tiles::Int4, Tiles::Bf16],
+    [Tiles::Int4, Tiles::Fp8],
+];
 
 /// Whether there are kernels for a step; an error that says what is missing.
 pub fn check(step: &Step) -> Result<()> {
@@ -239,11 +244,16 @@ impl Kernels {
                 )?,
                 experts(
                     EXPERT_TILES[2],
+                    ["experts_up_m8_fp8_rows_fp8_rows", "experts_up_m16_fp8_rows_fp8_rows"],
+                    ["experts_down_m8_fp8_rows_fp8_rows", "experts_down_m16_fp8_rows_fp8_rows"],
+                )?,
+                experts(
+                    EXPERT_TILES[3],
                     ["experts_up_m8_int4_bf16", "experts_up_m16_int4_bf16"],
                     ["experts_down_m8_int4_bf16", "experts_down_m16_int4_bf16"],
                 )?,
                 experts(
-                    EXPERT_TILES[3],
+                    EXPERT_TILES[4],
                     ["experts_up_m8_int4_fp8", "experts_up_m16_int4_fp8"],
                     ["experts_down_m8_int4_fp8", "experts_down_m16_int4_fp8"],
                 )?,
@@ -388,9 +398,9 @@ impl Matrix {
         let part = &self.parts[0];
         ExpertMatrix {
             weights: part.at,
-            tile_scales: part.scales_at,
+            scales: part.scales_at,
             bytes: self.part_bytes(part) as u64,
-            scales: self.part_scales(part) as i32,
+            n_scales: self.part_scales(part) as i32,
             dim: dim as i32,
         }
     }

@@ -80,7 +80,7 @@ params! {
         sums: u64, bias: u64, work: u64, n_rows: u64, first_row: i32, n_experts: i32, top_k: i32, n_groups: i32, top_groups: i32,
         softmax: i32, normalised: i32, scale: f32,
     }
-    ExpertMatrix: 32 { weights: u64, tile_scales: u64, bytes: u64, scales: i32, dim: i32 }
+    ExpertMatrix: 32 { weights: u64, scales: u64, bytes: u64, n_scales: i32, dim: i32 }
     ExpertParams: 232 {
         routed: ExpertMatrix, shared: ExpertMatrix, route: RouteParams, x: u64, squares: u64, act: u64, stream: u64, partial: u64, tap: u64,
         next_norm: u64, normed: u64, squares_out: u64, k: i32, x_stride: i32, act_stride: i32, tap_stride: i32, n: i32, rows: i32, eps: f32,

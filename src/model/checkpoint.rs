@@ -26,7 +26,7 @@ pub struct Checkpoint {
     log: Arc<Mutex<Vec<ReadCall>>>,
 }
 
-/// A named array in a file. Clones share the bytes.
+/// A named array in a file, or rows of one in memory (`Tensor::select`). Clones share the bytes.
 #[derive(Clone)]
 pub struct Tensor {
     pub name: String,
@@ -39,6 +39,8 @@ pub struct Tensor {
     start: usize, // from the start of the file, bytes
     len: usize,   // bytes
     loaded: Arc<OnceLock<Loaded>>,
+    /// `loaded` is all there is: no place in a file.
+    selected: bool,
 }
 
 /// How bytes reach memory.
@@ -103,6 +105,7 @@ impl Checkpoint {
                     start: entry.start,
                     len: entry.len,
                     loaded: Arc::default(),
+                    selected: false,
                 };
                 if let Some(earlier) = tensors.insert(entry.name, tensor) {
                     bail!("{}: expected tensor {} once, found it in {} and in {file}", dir.display(), earlier.name, earlier.file);
@@ -174,9 +177,31 @@ impl Tensor {
     /// its own rows without holding the others; it works the same whether or not the file is mapped.
     pub fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<()> {
         match offset.checked_add(out.len()) {
+            Some(end) if end <= self.len && self.selected => {
+                out.copy_from_slice(&self.bytes()[offset..end]);
+                Ok(())
+            }
             Some(end) if end <= self.len => self.shard.read(self.start + offset, out, &mut |_| ()),
             _ => bail!("{}: expected a range within {} bytes, found {} bytes at {offset}", self.name, self.len, out.len()),
         }
+    }
+
+    /// These rows of a matrix, in this order, as a tensor of its own in memory; they are read now.
+    pub fn select(&self, rows: &[u32]) -> Result<Tensor> {
+        let [n, columns] = self.shape[..] else { bail!("{}: expected a matrix, found {self}", self.name) };
+        if let Some(row) = rows.iter().find(|row| **row as usize >= n) {
+            bail!("{}: expected rows below {n}, found {row}", self.name);
+        }
+        let row_bytes = columns * self.dtype.bytes();
+        let len = rows.len() * row_bytes;
+        let mut buffer = vec![0u128; len.div_ceil(ALIGN)];
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut buffer);
+        for (row, out) in rows.iter().zip(bytes[..len].chunks_exact_mut(row_bytes.max(1))) {
+            self.read_at(*row as usize * row_bytes, out)?;
+        }
+        let name = format!("{} ({} rows of it)", self.name, rows.len());
+        let loaded = Arc::new(OnceLock::from(Loaded { buffer: Arc::new(buffer), start: 0 }));
+        Ok(Tensor { name, shape: vec![rows.len(), columns], start: 0, len, loaded, selected: true, ..self.clone() })
     }
 
     /// Copies runs of `row_bytes` bytes that lie `stride` bytes apart, from byte `offset` of the tensor on, until `out` is full: a rank's columns. One read in
@@ -185,8 +210,13 @@ impl Tensor {
         let rows = out.len() / row_bytes.max(1);
         let end = rows.checked_sub(1).and_then(|n| n.checked_mul(stride)).and_then(|n| n.checked_add(offset + row_bytes));
         match end {
-            Some(end) if end <= self.len && row_bytes <= stride && rows * row_bytes == out.len() => {
+            Some(end) if end <= self.len && row_bytes <= stride && rows * row_bytes == out.len() && !self.selected => {
                 self.shard.read_rows(self.start + offset, stride, row_bytes, out)
+            }
+            Some(end) if end <= self.len && row_bytes <= stride && rows * row_bytes == out.len() => {
+                let runs = self.bytes()[offset..].chunks(stride);
+                out.chunks_exact_mut(row_bytes).zip(runs).for_each(|(out, run)| out.copy_from_slice(&run[..row_bytes]));
+                Ok(())
             }
             _ => bail!("{}: expected {row_bytes} of each {stride} bytes within {}, found {} in all", self.name, self.len, out.len()),
         }
@@ -195,7 +225,9 @@ impl Tensor {
     /// Asks the system to have the bytes of such runs in its cache soon: a disk is as fast as it can be only with many requests at a time. A hint, and no read of
     /// the log. The system's own guesses at what comes next end for this file: between a rank's rows they would be those of other ranks.
     pub fn advise_rows(&self, offset: usize, stride: usize, row_bytes: usize, rows: usize) {
-        self.shard.advise_rows(self.start + offset, stride, row_bytes, rows);
+        if !self.selected {
+            self.shard.advise_rows(self.start + offset, stride, row_bytes, rows);
+        }
     }
 
     /// Whether both are one tensor of one file.

@@ -95,6 +95,24 @@ impl DraftModel {
         };
         made().with_context(|| format!("drafter {name}"))
     }
+
+    /// Keeps these target ids, ascending, of a drafter that knows all: its head has fewer rows, a draft costs less, and the others are never drafted.
+    pub fn truncate(mut self, ids: Vec<u32>) -> Result<DraftModel> {
+        if let Some(map) = &self.map {
+            bail!("--draft-vocab: expected a drafter with the whole vocabulary, found one of {} ids; leave the option out", map.len());
+        }
+        let id = WeightId::new(Role::DraftHead, None);
+        // Random weights are made in the size that the shape says.
+        if let Some(head) = self.weights.find(id) {
+            ensure!(head.format == Format::Plain, "--draft-vocab: expected a plain head, found {} as {}", head.parts[0].name, head.format);
+            let (parts, rows) = (vec![head.parts[0].select(&ids)?], vec![ids.len()]);
+            let head = Weight { parts, rows, ..head.clone() };
+            self.weights.insert(id, head);
+        }
+        self.shape.vocab = ids.len();
+        self.map = Some(ids);
+        Ok(self)
+    }
 }
 
 fn one_mtp_layer(target: &Config) -> Result<()> {

@@ -2,6 +2,7 @@
 pub mod checkpoint;
 pub mod config;
 pub mod draft;
+pub mod draft_vocab;
 pub mod plan;
 pub mod quant;
 pub mod weights;

@@ -674,7 +674,7 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
         bail!("this drafter is whole on every rank: its plan has one rank, not {}", ranks.count);
     }
     if let Some(config) = &d.mtp {
-        return mtp(config, pass, rows, drafts);
+        return mtp(config, d.vocab, pass, rows, drafts);
     }
     let id = |role| WeightId::new(role, None);
     let mut p = Builder::new(rows);
@@ -735,8 +735,8 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
 }
 
 /// A model's own layer for multi-token prediction (DeepSeek-V3, arXiv 2412.19437), as a drafter. Row i joins the token after target row i
-/// with the target's last hidden state there, normalised as for its head. The layer's output, normalised, is what the next draft starts from.
-fn mtp(config: &Config, pass: Pass, rows: usize, drafts: usize) -> Result<Plan> {
+/// with the target's last hidden state there, normalised as for its head. The layer's output, normalised, is what the next draft starts from. `vocab` ids are drafted.
+fn mtp(config: &Config, vocab: usize, pass: Pass, rows: usize, drafts: usize) -> Result<Plan> {
     let layer = config.n_layers;
     let id = |role| WeightId::new(role, Some(layer));
     let of_target = |role| WeightId::new(role, None);
@@ -776,7 +776,7 @@ fn mtp(config: &Config, pass: Pass, rows: usize, drafts: usize) -> Result<Plan> 
     let mut x = through_layer(&mut p, Tokens::Next, hidden);
     if drafts > 0 {
         p.rows = 1;
-        let logits = p.buffer("draft_logits", config.vocab, BufferKind::Logits);
+        let logits = p.buffer("draft_logits", vocab, BufferKind::Logits);
         let selected = p.buffer("draft_selected", dim, BufferKind::Stream);
         p.steps.push(Step::Select { x, out: selected, dim });
         x = selected;
@@ -787,10 +787,10 @@ fn mtp(config: &Config, pass: Pass, rows: usize, drafts: usize) -> Result<Plan> 
                 format: config.format(Role::Head),
                 bias: None,
                 inputs: vec![Input { x, dim, norm: Some(norm) }],
-                n: config.vocab,
+                n: vocab,
                 epilogue: Epilogue::Logits { out: logits },
             }));
-            p.steps.push(Step::DraftToken { logits, vocab: config.vocab, draft });
+            p.steps.push(Step::DraftToken { logits, vocab, draft });
             if draft < drafts {
                 let normed = p.buffer("draft_normed", dim, BufferKind::Stream);
                 p.steps.push(Step::Norm { x, column: 0, weight: norm, out: normed, dim });

@@ -106,11 +106,24 @@ impl D0 {
 
 /// A random drafter for the tiny llama, with heads of a size that the kernels have; with the flags that add norms, or without.
 pub fn tiny_llama_drafter(config: &Config, weights: &Weights, norms: bool) -> DraftModel {
-    let dir = tempfile::tempdir().unwrap();
+    tiny_llama_draft_model(&mut D0::new(), config, weights, norms)
+}
+
+/// The same with a head of the whole vocabulary, which `DraftModel::truncate` may shorten.
+pub fn whole_llama_drafter(config: &Config, weights: &Weights) -> DraftModel {
     let mut d = D0::new();
+    d.set("draft_vocab_size", config.vocab).remove("d2t").remove("t2d");
+    let mut model = tiny_llama_draft_model(&mut d, config, weights, false);
+    assert_eq!(model.map.take(), None);
+    model
+}
+
+fn tiny_llama_draft_model(d: &mut D0, config: &Config, weights: &Weights, norms: bool) -> DraftModel {
+    let dir = tempfile::tempdir().unwrap();
+    let head = d.config["draft_vocab_size"].as_u64().unwrap() as usize;
     for (name, shape) in [
         ("fc.weight", &[128, 384][..]),
-        ("lm_head.weight", &[128, 128]),
+        ("lm_head.weight", &[head, 128]),
         ("midlayer.hidden_norm.weight", &[128]),
         ("midlayer.input_layernorm.weight", &[128]),
         ("midlayer.mlp.down_proj.weight", &[128, 256]),
