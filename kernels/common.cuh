@@ -60,8 +60,8 @@ __device__ __forceinline__ size_t retiled_index(int n, int k, int k_blocks) {
   return ((((size_t)(n >> 4) * k_blocks + (k >> 5)) * 2 + half) * 32 + lane) * 8 + (e >> 1) * 4 + ((n >> 3) & 1) * 2 + (e & 1);
 }
 
-// ---- segments of K: at most 32, each summed in mma order from zero, then added in ascending order ----
+// ---- segments of K: at most kSegments, each summed in mma order from zero, then added in ascending order ----
 __host__ __device__ __forceinline__ int k_blocks_of(int k) { return (k + 31) / 32; }
-__host__ __device__ __forceinline__ int segment_blocks_of(int k_blocks) { return (k_blocks + 31) / 32; }
+__host__ __device__ __forceinline__ int segment_units_of(int units) { return (units + kSegments - 1) / kSegments; }
 
 }  // namespace

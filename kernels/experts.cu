@@ -248,9 +248,9 @@ template <int kRows> __device__ __noinline__ int route(const ExpertParams& ep, f
 
 // A tile's scale of row n, where each row has one.
 template <class F> __device__ __forceinline__ float row_scale(const ExpertMatrix& m, int expert, int tile, int n) {
-  return std::is_same<F, Fp8Rows>::value ? __uint_as_float(load_weights(reinterpret_cast<const uint32_t*>(m.scales + (size_t)expert * m.n_scales + tile * 16 + n))) : 1.0f;
+  return std::is_same<F, Fp8RowsBlock>::value ? __uint_as_float(load_weights(reinterpret_cast<const uint32_t*>(m.scales + (size_t)expert * m.n_scales + tile * 16 + n))) : 1.0f;
 }
-template <class F> __device__ __forceinline__ float scaled(float scale, float sum) { return std::is_same<F, Fp8Rows>::value ? __fmul_rn(scale, sum) : sum; }
+template <class F> __device__ __forceinline__ float scaled(float scale, float sum) { return std::is_same<F, Fp8RowsBlock>::value ? __fmul_rn(scale, sum) : sum; }
 
 // ---- a warp's run of K: some units of a tile, one behind the other ----
 template <class F> struct Run {
@@ -271,9 +271,9 @@ template <class F, int kColumns> struct Stream {
   struct At { const char* weights; const float* scales; };
   __device__ __forceinline__ static At run(const ExpertMatrix& m, int expert, int tile, int k, int first, int lane) {
     const size_t unit = (size_t)tile * units_of<F>(k) + first;
-    return {reinterpret_cast<const char*>(m.weights) + expert * m.bytes + unit * F::kUnitBytes + lane * F::kLaneBytes, std::is_same<F, Fp8>::value ? m.scales + (size_t)expert * m.n_scales + unit * 2 : nullptr};
+    return {reinterpret_cast<const char*>(m.weights) + expert * m.bytes + unit * F::kUnitBytes + lane * F::kLaneBytes, F::kScales ? m.scales + (size_t)expert * m.n_scales + unit * F::kScales : nullptr};
   }
-  __device__ __forceinline__ void load(int slot, const At& at, int unit, int lane) { F::load(held[slot], at.weights + unit * F::kUnitBytes, at.scales + unit * 2, lane); }
+  __device__ __forceinline__ void load(int slot, const At& at, int unit, int lane) { F::load(held[slot], at.weights + unit * F::kUnitBytes, at.scales + unit * F::kScales, lane); }
   __device__ __forceinline__ void start(const At& at, int n, int lane) {
 #pragma unroll
     for (int u = 0; u < kAhead; u++) if (u < n) load(u, at, u, lane);
@@ -309,7 +309,7 @@ template <class F, int kColumns> struct Stream {
         else if (kFlows && next.weights) load(u, next, u, lane);
       }
       at.weights += kAhead * F::kUnitBytes;
-      at.scales += kAhead * 2;
+      at.scales += kAhead * F::kScales;
 #pragma unroll
       for (int c = 0; c < kColumns; c++) { x[c] += kAhead * F::kK; left[c] -= kAhead * F::kK; }
     }
@@ -563,7 +563,7 @@ KERNEL(router_m16, RouterParams, kExpertThreads, 2) { router<2>(p); }
   KERNEL(experts_down_m8_##routed##_##shared, ExpertParams, kExpertThreads, 2) { experts_down<Routed, Shared, 1>(p); }                   \
   KERNEL(experts_down_m16_##routed##_##shared, ExpertParams, kExpertThreads, 2) { experts_down<Routed, Shared, 2>(p); }
 EXPERTS(bf16, bf16, Bf16, Bf16)
-EXPERTS(fp8, fp8, Fp8, Fp8)
-EXPERTS(fp8_rows, fp8_rows, Fp8Rows, Fp8Rows)
+EXPERTS(fp8, fp8, Fp8Block, Fp8Block)
+EXPERTS(fp8_rows, fp8_rows, Fp8RowsBlock, Fp8RowsBlock)
 EXPERTS(int4, bf16, Int4, Bf16)
-EXPERTS(int4, fp8, Int4, Fp8)
+EXPERTS(int4, fp8, Int4, Fp8Block)

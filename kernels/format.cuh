@@ -2,11 +2,12 @@
 // Lane 4g+t owns k = 8t..8t+7 of rows g and g + 8 in every format, so that activations are the same operands for all.
 //
 //   Bf16   [tile][k_blocks][2][32 lanes] uint4                             1,024 bytes a block
-//   Fp8    [tile][k_blocks][32 lanes] uint4: e4m3, row g, then row g + 8     512, and beside them scales [tile][k_blocks][2] f32 of rows 0-7 and 8-15, or none
+//   Fp8    [tile][k_blocks / 2, rounded up][2][32 lanes] uint4            1,024 for two blocks: four words of a row g, g, g + 8, g + 8, four e4m3 each (below), and beside them
+//          scales [tile][units][2][2] f32: of a block rows 0-7 and 8-15, or none
 //   Int4   [tile][k_blocks / 2, rounded up]{[32 lanes] uint4, [8 g] uint2} 576 for two blocks: a word a row and block (g and g + 8 of the first block, then of the second),
 //          then bf16 scales in the same order
 //
-// A unit is what is loaded at once: kK numbers of K, kWords operands of x.
+// A unit is what is loaded at once: kK numbers of K, kWords operands of x, kScales scales beside it.
 // Numbers become bf16 without rounding; a block's sum is multiplied by its scale in f32 before it is added. In a word of Int4 number e of a row's eight stands at
 // nibble (e >> 1) + 4 (e & 1), as number + 8: then a shift and a mask leave a pair.
 #pragma once
@@ -15,7 +16,7 @@
 namespace {
 
 struct Bf16 {
-  static constexpr int kUnitBytes = 1024, kLaneBytes = 16, kK = 32, kWords = 1;
+  static constexpr int kUnitBytes = 1024, kLaneBytes = 16, kK = 32, kWords = 1, kScales = 0, kAcross = 1;
   struct Held { uint4 w[2]; };
   // `at` is the lane's first byte of a unit of the tile.
   static __device__ __forceinline__ void load(Held& held, const char* at, const float*, int) {
@@ -37,38 +38,63 @@ __device__ __forceinline__ void scaled_add(float (&acc)[4], float low, float hig
   acc[3] = __fmaf_rn(high, sum[3], acc[3]);
 }
 
-// The two e4m3 of a word that `selector` moves to the upper bytes of each half, as bf16: moved into place their exponent is 120 too small, for subnormal ones as well.
-__device__ __forceinline__ uint32_t fp8_pair(uint32_t word, uint32_t selector) {
-  const uint32_t x = permute_bytes(word, 0, selector);
-  return bf16x2_mul((x & 0x7f007f00u) >> 4 | (x & 0x80008000u), 0x7b807b80u);
-}
-template <bool kScaled> struct Fp8Of {
-  static constexpr int kUnitBytes = 512, kLaneBytes = 16, kK = 32, kWords = 1;
-  struct Held { uint4 w; uint2 scales; };
-  static __device__ __forceinline__ void load(Held& held, const char* at, const float* scales, int) {
-    held.w = load_weights(reinterpret_cast<const uint4*>(at));
-    if (kScaled) held.scales = load_weights(reinterpret_cast<const uint2*>(scales));
+// A word of four e4m3 in an order that costs few instructions to undo: in the lower half codes 0 and 2, in the upper one 1 and 3. The first of each has its sign, exponent and
+// mantissa where bf16 has them (bits 15, 10-7 and 6-4); of the second, bits 14-12 and 3 are the exponent, 11 the sign, 2-0 the mantissa.
+__host__ __device__ __forceinline__ uint32_t fp8_word(const unsigned char* codes) {
+  uint32_t word = 0;
+  for (int i = 0; i < 4; i++) {
+    const uint32_t c = codes[i], s = c >> 7, e = c >> 3 & 15, m = c & 7;
+    word |= (i < 2 ? s << 15 | e << 7 | m << 4 : e >> 1 << 12 | s << 11 | (e & 1) << 3 | m) << 16 * (i & 1);
   }
-  static __device__ __forceinline__ void multiply(float (&acc)[4], const Held& held, int, const uint4& in) {
-    constexpr uint32_t kLow = 0x1404, kHigh = 0x3424;
-    const uint4 a = make_uint4(fp8_pair(held.w.x, kLow), fp8_pair(held.w.z, kLow), fp8_pair(held.w.x, kHigh), fp8_pair(held.w.z, kHigh));
-    const uint4 b = make_uint4(fp8_pair(held.w.y, kLow), fp8_pair(held.w.w, kLow), fp8_pair(held.w.y, kHigh), fp8_pair(held.w.w, kHigh));
+  return word;
+}
+// Codes 0 and 1, and 2 and 3, as bf16: in place their exponent is 120 too small, for subnormal ones as well.
+__device__ __forceinline__ void fp8_pairs(uint32_t word, uint32_t& first, uint32_t& second) {
+  const uint32_t rest = word & 0x780f780fu;
+  first = bf16x2_mul(word & 0x87f087f0u, 0x7b807b80u);
+  second = bf16x2_mul((rest >> 4 & 0x070f070fu) | (rest << 4 & 0xf8f0f8f0u), 0x7b807b80u);
+}
+// kBlocks of a unit: two for linears, which have the registers, one for experts. The layout is the same.
+template <bool kScaled, int kBlocks> struct Fp8Of {
+  static constexpr int kUnitBytes = 512 * kBlocks, kLaneBytes = 16, kK = 32 * kBlocks, kWords = kBlocks, kScales = kScaled ? 2 * kBlocks : 0, kAcross = 2 / kBlocks;
+  struct Held { uint4 w[kBlocks]; uint2 scales[kBlocks]; };
+  static __device__ __forceinline__ void load(Held& held, const char* at, const float* scales, int) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; b++) held.w[b] = load_weights(reinterpret_cast<const uint4*>(at) + b * 32);
+    if (!kScaled) return;
+    if (kBlocks == 1) {
+      held.scales[0] = load_weights(reinterpret_cast<const uint2*>(scales));
+    } else {
+      const uint4 both = load_weights(reinterpret_cast<const uint4*>(scales));
+      held.scales[0] = make_uint2(both.x, both.y);
+      held.scales[kBlocks - 1] = make_uint2(both.z, both.w);
+    }
+  }
+  static __device__ __forceinline__ void multiply(float (&acc)[4], const Held& held, int word, const uint4& in) {
+    const uint4& w = held.w[word];
+    uint4 a, b;
+    fp8_pairs(w.x, a.x, a.z);
+    fp8_pairs(w.z, a.y, a.w);
+    fp8_pairs(w.y, b.x, b.z);
+    fp8_pairs(w.w, b.y, b.w);
     if (kScaled) {
       float sum[4] = {0, 0, 0, 0};
       mma_bf16(sum, a, in.x, in.y);
       mma_bf16(sum, b, in.z, in.w);
-      scaled_add(acc, __uint_as_float(held.scales.x), __uint_as_float(held.scales.y), sum);
+      scaled_add(acc, __uint_as_float(held.scales[word].x), __uint_as_float(held.scales[word].y), sum);
     } else {
       mma_bf16(acc, a, in.x, in.y);
       mma_bf16(acc, b, in.z, in.w);
     }
   }
 };
-typedef Fp8Of<true> Fp8;
-typedef Fp8Of<false> Fp8Rows;   // one scale a row, applied to its whole sum
+typedef Fp8Of<true, 2> Fp8;
+typedef Fp8Of<false, 2> Fp8Rows;   // one scale a row, applied to its whole sum
+typedef Fp8Of<true, 1> Fp8Block;
+typedef Fp8Of<false, 1> Fp8RowsBlock;
 
 struct Int4 {
-  static constexpr int kUnitBytes = 576, kLaneBytes = 16, kK = 64, kWords = 2;
+  static constexpr int kUnitBytes = 576, kLaneBytes = 16, kK = 64, kWords = 2, kScales = 0, kAcross = 1;
   struct Held { uint4 w; uint2 scales; };
   static __device__ __forceinline__ void load(Held& held, const char* at, const float*, int lane) {
     held.w = load_weights(reinterpret_cast<const uint4*>(at));
@@ -88,6 +114,7 @@ struct Int4 {
   }
 };
 
-template <class F> __host__ __device__ __forceinline__ int units_of(int k) { return (k + F::kK - 1) / F::kK; }
+// Units of a tile, a multiple of kAcross.
+template <class F> __host__ __device__ __forceinline__ int units_of(int k) { return (k + F::kK * F::kAcross - 1) / (F::kK * F::kAcross) * F::kAcross; }
 
 }  // namespace

@@ -1,14 +1,14 @@
 // Linear layers of a decode or verify pass: out[m][n] = epilogue(inv[m] * sum over k of w[n][k] * x[m][k]) for 1 to 16 rows m.
 //
 // All time is weight streaming and waiting for the kernel before, so the kernel is built around loads in flight and a short way from the dependency wait to the last store.
-// Weights are the 16-row operand of the mma, rows of the pass its 8 columns: 1 to 8 rows cost the same bytes. A block takes groups of kTiles 16-row tiles,
-// blockIdx.x, + gridDim.x, ...; its warps split K, each a run of whole segments. A lane keeps kAhead 32-k blocks of weights in flight in registers, from before the
-// dependency wait on, and of x, which L1 has, those of kXAhead blocks; it asks for the next group's before the block adds up the present one. A warp leaves each segment's sum in shared memory; then one thread per
-// output adds the segments in ascending order. Segments belong to the weight (params.h), so all variants and widths give the same bits, and linear_prefill too.
+// Weights are the 16-row operand of the mma, rows of the pass its 8 columns: 1 to 8 rows cost the same bytes. A block takes tiles of 16 rows, blockIdx.x, + gridDim.x, ...;
+// each of its warps has one segment of K. A lane keeps kAhead units of weights in flight in registers, from before the dependency wait on, and of x, which L1 has, those of
+// kXAhead units; it asks for the next tile's before the block adds up the present one. A warp leaves its segment's sum in shared memory; then one thread per output adds the
+// segments in ascending order. Segments belong to the weight (params.h), so all widths give the same bits, and linear_prefill too.
 // RMSNorm costs the K loop nothing: x comes as bf16(x * norm) with the squares of its tiles (params.h); one warp a row makes inv from them while others stream.
 //
-// Shared memory: partial [kBuffers][32 segments][kTiles * kColumns][32 lanes] float4 (32 KB). A lane's float4 lies at slot t * 8 + (g + 2t) % 8, so that both its
-// store and the adding warps' reads (warp q of four a tile-column: t = q, one float a lane) are free of bank conflicts. With two buffers a group needs one barrier.
+// Shared memory: partial [2][8 segments][kColumns][32 lanes] float4. A lane's float4 lies at slot t * 8 + (g + 2t) % 8, so that both its
+// store and the adding warps' reads (warp q of four a tile-column: t = q, one float a lane) are free of bank conflicts. With two buffers a tile needs one barrier.
 #include <type_traits>
 #include "format.cuh"
 #include "linear_row.cuh"
@@ -16,37 +16,33 @@
 namespace {
 
 // F: the format of the weights.
-template <class F, int kTiles, int kColumns, int kWarps, int kAhead, int kXAhead, int kParts>
+template <class F, int kColumns, int kAhead, int kXAhead, int kParts>
 __device__ __forceinline__ void linear(const LinearParams& p) {
-  constexpr int kAdders = kTiles * kColumns * 4;      // warps that add up outputs, one output a thread
-  constexpr int kBuffers = kTiles * kColumns == 1 ? 2 : 1;
-  constexpr int kSegmentBytes = kTiles * kColumns * 512, kBufferBytes = 32 * kSegmentBytes;
+  constexpr int kWarps = kSegments;
+  constexpr int kAdders = kColumns * 4;               // warps that add up outputs, one output a thread
+  constexpr int kSegmentBytes = kColumns * 512, kBufferBytes = kSegments * kSegmentBytes;
   constexpr int kRowsAWarp = (kColumns * 8 + kWarps - 1) / kWarps;   // rows whose inv a warp makes: warp, + kWarps
-  constexpr int kBatch = 8;                           // segments read at once: 16 cost registers that the loads in flight need
   static_assert(kAdders <= kWarps, "one output a thread");
   static_assert(kAhead % kXAhead == 0, "a unit's place among those of x is known to the compiler");
-  SHARED(float4, partial, [kBuffers][32][kTiles * kColumns][32]);
+  SHARED(float4, partial, [2][kSegments][kColumns][32]);
   SHARED(float, inverse, [kParts][kColumns * 8]);
   SHARED(float, best, [kAdders * 32]);
   SHARED(int, best_id, [kAdders * 32]);
   pdl_launch_dependents();   // first: a successor takes a microsecond to start, and all blocks of this kernel are resident or done by then
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;   // the shuffle tells the compiler: uniform
-  const int n_groups = (p.n_tiles + kTiles - 1) / kTiles;
+  const int n_tiles = p.n_tiles;
 
-  // This warp's share of a part: units first .. first + n_mine of K, whole segments.
+  // This warp's segment of a part: units first .. first + n_mine of K.
   int first = 0, n_mine = 0;
-  const char* weights[kTiles] = {};
-  const float* scales[kTiles] = {};
+  const char* weights = nullptr;
+  const float* scales = nullptr;
   const bf16* x[kColumns];
   int n_x[kColumns];         // of my units' 32-k words, those in which this lane's 8 k of this row exist
-  SharedAddress slot = shared_address(&partial[0][0][0][t * 8 + ((g + 2 * t) & 7)]);
-  int slot_offset = 0;       // of my first segment
+  SharedAddress slot = shared_address(&partial[0][warp][0][t * 8 + ((g + 2 * t) & 7)]);
   auto enter_part = [&](int i) {
     const LinearPart& part = p.part[i];
-    const int segments_a_warp = (part.n_segments + kWarps - 1) / kWarps;
-    first = warp * segments_a_warp * part.segment_blocks;
-    n_mine = min(segments_a_warp * part.segment_blocks, units_of<F>(part.k) - first);
-    slot_offset = warp * segments_a_warp * kSegmentBytes;
+    first = warp * part.segment_units;
+    n_mine = min((int)part.segment_units, units_of<F>(part.k) - first);
 #pragma unroll
     for (int c = 0; c < kColumns; c++) {
       const int row = c * 8 + g;
@@ -54,24 +50,17 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
       x[c] = part.x + (size_t)(row < p.rows ? row : 0) * part.x_stride + first * F::kK + 8 * t;
     }
   };
-  auto enter_group = [&](int group, int i) {
+  auto enter_tile = [&](int tile, int i) {
     const LinearPart& part = p.part[i];
-    const int units = units_of<F>(part.k);
-#pragma unroll
-    for (int r = 0; r < kTiles; r++) {
-      const size_t block = (size_t)min(group * kTiles + r, p.n_tiles - 1) * units + first;
-      weights[r] = reinterpret_cast<const char*>(part.weights) + block * F::kUnitBytes + lane * F::kLaneBytes;
-      scales[r] = part.scales + block * 2;
-    }
+    const size_t unit = (size_t)tile * units_of<F>(part.k) + first;
+    weights = reinterpret_cast<const char*>(part.weights) + unit * F::kUnitBytes + lane * F::kLaneBytes;
+    scales = part.scales + unit * F::kScales;
   };
-  typename F::Held held[kAhead][kTiles];
+  typename F::Held held[kAhead];
   uint4 in[kXAhead][kColumns][F::kWords] = {};
   // Start the loads of unit u from where the pointers stand, of which `left` are mine from there on. What is not there of x keeps what it had, and meets weights of 0.
   auto fetch = [&](int slot, int u, int left) {
-    if (u < left) {
-#pragma unroll
-      for (int r = 0; r < kTiles; r++) F::load(held[slot][r], weights[r] + u * F::kUnitBytes, scales[r] + u * 2, lane);
-    }
+    if (u < left) F::load(held[slot], weights + u * F::kUnitBytes, scales + u * F::kScales, lane);
   };
   auto fetch_x = [&](int slot, int u) {
 #pragma unroll
@@ -82,15 +71,15 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   };
   // The output of an adding thread: row `row` of the pass, row n of the weights, or column j of a gated output.
   struct Output { bool wanted; int row, n, j; };
-  auto output_of = [&](int thread, int group) {
-    const int l = thread & 31, w = thread >> 5, m = w / 4 % kColumns * 8 + 2 * (w & 3) + (l & 1), tile = group * kTiles + w / (4 * kColumns);
-    return Output{w < kAdders && m < p.rows && tile < p.n_tiles, m, tile * 16 + (l >> 2) + 8 * ((l & 3) >> 1), tile * 8 + (l >> 2)};
+  auto output_of = [&](int thread, int tile) {
+    const int l = thread & 31, w = thread >> 5, m = w / 4 * 8 + 2 * (w & 3) + (l & 1);
+    return Output{w < kAdders && m < p.rows && tile < n_tiles, m, tile * 16 + (l >> 2) + 8 * ((l & 3) >> 1), tile * 8 + (l >> 2)};
   };
   // What an output needs besides the sums is loaded early, constants before the dependency wait; raw, since a conversion here would wait for it.
   unsigned short next_norm = 0, bias = 0;
   float row_scale = 1;
-  auto fetch_constants = [&](int group) {
-    const Output o = output_of(threadIdx.x, group);
+  auto fetch_constants = [&](int tile) {
+    const Output o = output_of(threadIdx.x, tile);
     if (!o.wanted) return;
     if (std::is_same<F, Fp8Rows>::value) row_scale = __uint_as_float(load_weights(reinterpret_cast<const uint32_t*>(p.row_scales + o.n)));
     if (o.n >= p.n) return;
@@ -101,15 +90,15 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   enter_part(0);
   const float* residual_at = p.stream;
   bool reads_residual = false;
-  if ((int)blockIdx.x < n_groups) {
-    enter_group(blockIdx.x, 0);
+  if ((int)blockIdx.x < n_tiles) {
+    enter_tile(blockIdx.x, 0);
 #pragma unroll
     for (int u = 0; u < kAhead; u++) fetch(u, u, n_mine);
     fetch_constants(blockIdx.x);
   }
   if (p.max_value && warp < kAdders) { best[threadIdx.x] = -INFINITY; best_id[threadIdx.x] = 0x7fffffff; }
-  auto enter_residual = [&](int group) {
-    const Output o = output_of(threadIdx.x, group);
+  auto enter_residual = [&](int tile) {
+    const Output o = output_of(threadIdx.x, tile);
     reads_residual = p.epilogue == kEpilogueResidual && o.wanted && o.n < p.n;
     if (reads_residual) residual_at = p.stream + (size_t)o.row * p.out_stride + o.n;
   };
@@ -117,10 +106,9 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 #pragma unroll
   for (int c = 0; c < kColumns; c++) { have_now(x[c]); have_now(n_x[c]); }
   have_now(slot);
-  have_now(slot_offset);
   have_now(residual_at);
   pdl_wait();
-  const int end_group = kParts == 1 && p.first_row && *p.n_rows <= p.first_row ? 0 : n_groups;
+  const int end_tile = kParts == 1 && p.first_row && *p.n_rows <= p.first_row ? 0 : n_tiles;
 
   int row_shift = 0;
   if (p.last_row) {
@@ -129,8 +117,8 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   }
   int buffer_offset = 0;
 
-  for (int group = blockIdx.x; group < end_group; group += gridDim.x) {
-    const bool first_group = group == (int)blockIdx.x;
+  for (int tile = blockIdx.x; tile < end_tile; tile += gridDim.x) {
+    const bool first_tile = tile == (int)blockIdx.x;
     float y = 0;
     float residual = 0;
 #pragma unroll 1
@@ -141,7 +129,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
       for (int u = 0; u < kXAhead; u++) fetch_x(u, u);
       if (last_part && reads_residual) residual = load_activation(residual_at);
       float square_sum[kRowsAWarp] = {};
-      if (first_group && part.squares) {
+      if (first_tile && part.squares) {
         const int tiles = part.k / 16;
 #pragma unroll
         for (int j = 0; j < kRowsAWarp; j++) {
@@ -158,50 +146,34 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
           }
         }
       }
-      float acc[kTiles][kColumns][4];
-      auto clear = [&] {
-#pragma unroll
-        for (int r = 0; r < kTiles; r++)
-#pragma unroll
-          for (int c = 0; c < kColumns; c++) acc[r][c][0] = acc[r][c][1] = acc[r][c][2] = acc[r][c][3] = 0;
-      };
-      clear();
-      int left = part.segment_blocks;
-      SharedAddress to = slot + buffer_offset + slot_offset;
+      float acc[kColumns][4] = {};
+#ifdef PLANT_OFF_BY_ONE
+      const int n_units = n_mine - (warp == 0 && n_mine > 1);
+#else
+      const int n_units = n_mine;
+#endif
 #pragma unroll 1
-      for (int b0 = 0; b0 < n_mine; b0 += kAhead) {
+      for (int b0 = 0; b0 < n_units; b0 += kAhead) {
 #pragma unroll
         for (int u = 0; u < kAhead; u++) {
-          if (b0 + u >= n_mine) break;
+          if (b0 + u >= n_units) break;
 #pragma unroll
-          for (int r = 0; r < kTiles; r++)
+          for (int c = 0; c < kColumns; c++)
 #pragma unroll
-            for (int c = 0; c < kColumns; c++)
-#pragma unroll
-              for (int w = 0; w < F::kWords; w++) F::multiply(acc[r][c], held[u][r], w, in[u % kXAhead][c][w]);
+            for (int w = 0; w < F::kWords; w++) F::multiply(acc[c], held[u], w, in[u % kXAhead][c][w]);
           fetch(u, u + kAhead, n_mine - b0);
           fetch_x(u % kXAhead, u + kXAhead);
-#ifdef PLANT_OFF_BY_ONE
-          const bool ends = --left <= 1 || b0 + u + 1 == n_mine;
-#else
-          const bool ends = --left == 0 || b0 + u + 1 == n_mine;
-#endif
-          if (ends) {
-#pragma unroll
-            for (int r = 0; r < kTiles; r++)
-#pragma unroll
-              for (int c = 0; c < kColumns; c++) store_shared(to + (r * kColumns + c) * 512, acc[r][c]);
-            clear();
-            to += kSegmentBytes;
-            left = part.segment_blocks;
-          }
         }
-#pragma unroll
-        for (int r = 0; r < kTiles; r++) { weights[r] += kAhead * F::kUnitBytes; scales[r] += kAhead * 2; }
+        weights += kAhead * F::kUnitBytes;
+        scales += kAhead * F::kScales;
 #pragma unroll
         for (int c = 0; c < kColumns; c++) { x[c] += kAhead * F::kK; n_x[c] -= kAhead * F::kWords; }
       }
-      if (first_group && part.squares) {
+      if (n_mine > 0) {
+#pragma unroll
+        for (int c = 0; c < kColumns; c++) store_shared(slot + buffer_offset + c * 512, acc[c]);
+      }
+      if (first_tile && part.squares) {
 #pragma unroll
         for (int j = 0; j < kRowsAWarp; j++)
           if (warp + j * kWarps < p.rows) {
@@ -210,22 +182,22 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
           }
       }
       if (kParts == 1) {   // back to my first unit
-        const int done = (max(n_mine, 0) + kAhead - 1) / kAhead * kAhead;
+        const int done = (max(n_units, 0) + kAhead - 1) / kAhead * kAhead;
 #pragma unroll
         for (int c = 0; c < kColumns; c++) { x[c] -= done * F::kK; n_x[c] += done * F::kWords; }
       }
       // The next loads start before this sum is added up.
-      const int next_group = last_part ? group + gridDim.x : group;
-      if (next_group < n_groups) {
+      const int next_tile = last_part ? tile + gridDim.x : tile;
+      if (next_tile < n_tiles) {
         if (kParts > 1) enter_part(last_part ? 0 : i + 1);
-        enter_group(next_group, last_part ? 0 : i + 1);
+        enter_tile(next_tile, last_part ? 0 : i + 1);
 #pragma unroll
         for (int u = 0; u < kAhead; u++) fetch(u, u, n_mine);
       }
       const int thread = thread_index_anew();
-      const Output o = output_of(thread, group);
+      const Output o = output_of(thread, tile);
       const int quarter = (thread >> 5) & 3, out_g = (thread & 31) >> 2;
-      SharedAddress sums = shared_address(&partial[0][0][0][0]) + buffer_offset + (thread >> 7) % (kTiles * kColumns) * 512 + (quarter * 8 + ((out_g + 2 * quarter) & 7)) * 16 + (thread & 3) * 4;
+      SharedAddress sums = shared_address(&partial[0][0][0][0]) + buffer_offset + (thread >> 7) % kColumns * 512 + (quarter * 8 + ((out_g + 2 * quarter) & 7)) * 16 + (thread & 3) * 4;
       SharedAddress inverse_at = shared_address(&inverse[i][0]) + o.row * 4;
       have_now(sums);
       have_now(inverse_at);
@@ -235,17 +207,12 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
       if (warp < kAdders) {
         if (o.wanted) {
           const float inv = part.squares ? load_shared(inverse_at) : 1.0f;
-          float sum = 0;
+          float v[kSegments], sum = 0;
 #pragma unroll
-          for (int s0 = 0; s0 < 32; s0 += kBatch) {
-            if (s0 >= part.n_segments) break;
-            float v[kBatch];
+          for (int s = 0; s < kSegments; s++) v[s] = load_shared(sums + s * kSegmentBytes);
 #pragma unroll
-            for (int s = 0; s < kBatch; s++) v[s] = load_shared(sums + (s0 + s) * kSegmentBytes);
-#pragma unroll
-            for (int s = 0; s < kBatch; s++)
-              if (s0 + s < part.n_segments) sum = __fadd_rn(sum, v[s]);
-          }
+          for (int s = 0; s < kSegments; s++)
+            if (s < part.n_segments) sum = __fadd_rn(sum, v[s]);
           if (std::is_same<F, Fp8Rows>::value) sum = __fmul_rn(row_scale, sum);
           sum = __fmul_rn(inv, sum);
           y = i == 0 ? sum : __fadd_rn(y, sum);
@@ -272,9 +239,8 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
           }
         }
       }
-      if (last_part && next_group < n_groups) { fetch_constants(next_group); enter_residual(next_group); }
-      if constexpr (kBuffers == 1) __syncthreads();
-      else buffer_offset ^= kBufferBytes;
+      if (last_part && next_tile < n_tiles) { fetch_constants(next_tile); enter_residual(next_tile); }
+      buffer_offset ^= kBufferBytes;
     }
   }
 
@@ -284,8 +250,8 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
     if (m < p.rows) {
       float top = -INFINITY;
       int top_id = 0x7fffffff;
-      for (int j = 0; j < kTiles * 16; j++) {   // tile j / 16, its row j % 16
-        const int at = (((j >> 4) * kColumns + (m >> 3)) * 4 + ((m & 7) >> 1)) * 32 + (j & 7) * 4 + ((j >> 3) & 1) * 2 + (m & 1);
+      for (int j = 0; j < 16; j++) {   // row j of a tile
+        const int at = ((m >> 3) * 4 + ((m & 7) >> 1)) * 32 + (j & 7) * 4 + (j >> 3) * 2 + (m & 1);
         if (best[at] > top || (best[at] == top && best_id[at] < top_id)) { top = best[at]; top_id = best_id[at]; }
       }
       p.max_value[(size_t)m * gridDim.x + blockIdx.x] = top;
@@ -295,18 +261,16 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 }
 }  // namespace
 
-// linear_m<most rows>[_<format>]; linear_m8_short is for a K of at most 48 blocks, all of which it asks for at once; linear_two takes two parts and up to 16 rows. Launched with
-// min(n_tiles, 2 blocks per SM). On an H200 (kernels/bench/linear_bench.cu, chains) they beat 16 warps with half the registers each by 1 % at 8B, 5 % at 1B, 18 to 25 % at 135M; two tiles at once,
-// three blocks a SM, and 4 warps are slower.
-#define LINEAR(name, format, tiles, columns, warps, ahead, x_ahead, parts) \
-  KERNEL(name, LinearParams, warps * 32, 2) { linear<format, tiles, columns, warps, ahead, x_ahead, parts>(p); }
-LINEAR(linear_m8, Bf16, 1, 1, 8, 4, 4, 1)
-LINEAR(linear_m8_short, Bf16, 1, 1, 8, 6, 3, 1)
-LINEAR(linear_m16, Bf16, 1, 2, 8, 3, 3, 1)
-LINEAR(linear_two, Bf16, 1, 2, 8, 3, 3, 2)
-LINEAR(linear_m8_fp8, Fp8, 1, 1, 8, 8, 4, 1)
-LINEAR(linear_m16_fp8, Fp8, 1, 2, 8, 4, 2, 1)
-LINEAR(linear_m8_fp8_rows, Fp8Rows, 1, 1, 8, 8, 4, 1)
-LINEAR(linear_m16_fp8_rows, Fp8Rows, 1, 2, 8, 4, 2, 1)
-LINEAR(linear_m8_int4, Int4, 1, 1, 8, 3, 3, 1)
-LINEAR(linear_m16_int4, Int4, 1, 2, 8, 2, 2, 1)
+// linear_m<most rows>[_<format>]; linear_two takes two parts and up to 16 rows. Launched with min(n_tiles, 2 blocks per SM) blocks of 8 warps; 16 warps, 4 warps, three blocks a SM
+// and two tiles at once are slower (docs/measurements.md).
+#define LINEAR(name, format, columns, ahead, x_ahead, parts) \
+  KERNEL(name, LinearParams, kSegments * 32, 2) { linear<format, columns, ahead, x_ahead, parts>(p); }
+LINEAR(linear_m8, Bf16, 1, 6, 6, 1)
+LINEAR(linear_m16, Bf16, 2, 4, 4, 1)
+LINEAR(linear_two, Bf16, 2, 3, 3, 2)
+LINEAR(linear_m8_fp8, Fp8, 1, 4, 4, 1)
+LINEAR(linear_m16_fp8, Fp8, 2, 2, 2, 1)
+LINEAR(linear_m8_fp8_rows, Fp8Rows, 1, 4, 4, 1)
+LINEAR(linear_m16_fp8_rows, Fp8Rows, 2, 2, 2, 1)
+LINEAR(linear_m8_int4, Int4, 1, 4, 4, 1)
+LINEAR(linear_m16_int4, Int4, 2, 4, 2, 1)

@@ -164,7 +164,7 @@ __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
       }
       if (q % 2 == 0 && left == 0) {
         multiply(q, stage, std::true_type());
-        left = p.part[kParts > 1 && step >= n_steps0].segment_blocks;
+        left = p.part[kParts > 1 && step >= n_steps0].segment_units;
       } else {
         multiply(q, q + 1 < kStep * 2 ? stage : ring + slot * kStageWords, std::false_type());
       }

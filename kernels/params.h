@@ -135,17 +135,18 @@ enum Epilogue : int {
 // RMSNorm in front of a linear is split so that nothing waits for it: who makes a row also writes normed = bf16(x * norm weight) and squares, the sum of x^2
 // of each 16 columns; the linear takes normed as input and multiplies its sums by inv = 1 / sqrt(mean(x^2) + eps), made from squares (linear_row.cuh).
 
+constexpr int kSegments = 8;   // of K, at most: warps of linear_m*
 // One input of a linear and its weights; y = inv * sum over k of w[n][k] * x[row][k].
 struct LinearPart {
   const uint4* weights;  // re-tiled (format.cuh)
-  const float* scales;   // [n_tiles][k_blocks][2], of block-scaled FP8
+  const float* scales;   // of block-scaled FP8: format.cuh
   const bf16* x;         // [rows][x_stride]; with a norm: normed
   const float* squares;  // [rows][ceil(x_stride / 16)], or null: no norm, inv = 1. Read by linear_m* only
   const float* inv;      // [rows] from norm_rows, or null. Read by linear_prefill only
   int k;                 // multiple of 8; weights hold zeros up to k_blocks * 32
   int x_stride;          // multiple of 8
-  unsigned short segment_blocks;   // units (format.cuh) per segment: ceil(units / 32), units = ceil(k / 32), with four bits ceil(k / 64)
-  unsigned short n_segments;       // ceil(units / segment_blocks), at most 32
+  unsigned short segment_units;    // units (format.cuh) of a segment: ceil(units / kSegments), units = ceil(k / 32), of other formats than bf16 ceil(k / 64)
+  unsigned short n_segments;       // ceil(units / segment_units)
   float eps;
 };
 struct LinearParams {
@@ -255,7 +256,7 @@ struct RepackCodesParams {
   const unsigned char* source;  // codes of n_source_rows rows: e4m3 [source_stride], or packed words of 8 columns
   const void* scales;           // of the whole tensor, [..][scale_stride]: f32, or bf16 when scale_bf16 is set
   unsigned char* weights;
-  float* tile_scales;           // FP8: [..][k_blocks][2], or null: scales are applied by row
+  float* tile_scales;           // FP8: [..][units][2][2], or null: scales are applied by row
   long long source_stride;      // bytes
   int scale_stride;
   int scale_bf16;
@@ -276,7 +277,7 @@ struct FillCodesParams {
   unsigned char* weights;
   float* tile_scales;           // FP8, or null
   unsigned long long seed;
-  unsigned long long n_blocks;  // units: of 16 rows and 32 columns, with four bits 64
+  unsigned long long n_blocks;  // units of 16 rows and 64 columns
   int four_bits;
   float scale;
 };

@@ -1,5 +1,5 @@
 // Weights into the re-tiled layout at load: `repack*` from rows of a checkpoint tensor, `quantise_fp8` from plain rows to FP8 (for --fp8-dense), `fill_*` from a hash (for --random). Run once, outside graphs.
-#include "common.cuh"
+#include "format.cuh"
 
 namespace {
 template <class Params> __device__ __forceinline__ bf16 source_element(const Params& p, size_t at) {
@@ -29,14 +29,17 @@ __device__ __forceinline__ float scale_of(const RepackCodesParams& p, int row, i
   const size_t at = (size_t)((p.first_row + row) / p.block_rows) * p.scale_stride + (p.first_col + k) / p.block_cols;
   return p.scale_bf16 ? __bfloat162float(static_cast<const bf16*>(p.scales)[at]) : static_cast<const float*>(p.scales)[at];
 }
-// Grid: (ceil(k_blocks * 4 / 256), rows) blocks of 256 threads, k_blocks an even number for Int4; a thread moves 8 columns of one row.
+// Grid: (ceil(k_blocks * 4 / 256), rows) blocks of 256 threads, k_blocks rounded up to an even number; a thread moves 8 columns of one row.
 __device__ __forceinline__ void repack_fp8_body(const RepackCodesParams& p) {
   const int part = blockIdx.x * blockDim.x + threadIdx.x, k = part * 8, row = blockIdx.y;
-  if (part >= p.k_blocks * 4) return;
+  const int k_blocks = (p.k_blocks + 1) / 2 * 2;
+  if (part >= k_blocks * 4) return;
   const int n = row_in_tiles(p.order, p.row_offset + row), lane = (n & 7) * 4 + (part & 3), high = (n >> 3) & 1;
-  const size_t block = (size_t)(n >> 4) * p.k_blocks + (part >> 2);
+  const size_t block = (size_t)(n >> 4) * k_blocks + (part >> 2);
   const bool inside = row < p.n_source_rows;
-  for (int e = 0; e < 8; e++) p.weights[block * 512 + lane * 16 + high * 8 + e] = inside && k + e < p.k ? p.source[(size_t)row * p.source_stride + k + e] : 0;
+  unsigned char codes[8];
+  for (int e = 0; e < 8; e++) codes[e] = inside && k + e < p.k ? p.source[(size_t)row * p.source_stride + k + e] : 0;
+  *reinterpret_cast<uint2*>(p.weights + block * 512 + lane * 16 + high * 8) = make_uint2(fp8_word(codes), fp8_word(codes + 4));
   if (p.tile_scales && (n & 7) == 0 && (part & 3) == 0) p.tile_scales[block * 2 + high] = inside && k < p.k ? scale_of(p, row, k) : 0.0f;
 }
 __device__ __forceinline__ void repack_int4_body(const RepackCodesParams& p) {
@@ -62,10 +65,11 @@ __device__ __forceinline__ unsigned e4m3_of(float x) {
   bits += 0x7ffffu + (bits >> 20 & 1);
   return sign | ((bits >> 20) - (120u << 3));
 }
-// Grid: (ceil(k_blocks / 8), rows / 8) blocks of 256 threads; a warp takes 8 rows of a block, a lane 8 columns of one.
+// Grid: (ceil(k_blocks / 8), rows / 8) blocks of 256 threads, k_blocks rounded up to an even number; a warp takes 8 rows of a block, a lane 8 columns of one.
 __device__ __forceinline__ void quantise_fp8_body(const RepackParams& p) {
   const int block_k = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31, row = blockIdx.y * 8 + (lane >> 2), k = block_k * 32 + (lane & 3) * 8;
-  if (block_k >= p.k_blocks) return;
+  const int k_blocks = (p.k_blocks + 1) / 2 * 2;
+  if (block_k >= k_blocks) return;
   float v[8], most = 0;
   for (int e = 0; e < 8; e++) {
     v[e] = row < p.n_source_rows && k + e < p.k ? __bfloat162float(source_element(p, (size_t)row * p.source_stride + k + e)) : 0.0f;
@@ -73,10 +77,11 @@ __device__ __forceinline__ void quantise_fp8_body(const RepackParams& p) {
   }
   most = warp_max(most);
   const int n = row_in_tiles(p.order, p.row_offset + row), high = (n >> 3) & 1;
-  const size_t block = (size_t)(n >> 4) * p.k_blocks + block_k;
+  const size_t block = (size_t)(n >> 4) * k_blocks + block_k;
   const float scale = __fdiv_rn(most, 448.0f);
-  unsigned char* codes = reinterpret_cast<unsigned char*>(p.weights) + block * 512 + lane * 16 + high * 8;
+  unsigned char codes[8];
   for (int e = 0; e < 8; e++) codes[e] = scale > 0 ? (unsigned char)e4m3_of(fminf(fmaxf(__fdiv_rn(v[e], scale), -448.0f), 448.0f)) : 0;
+  *reinterpret_cast<uint2*>(reinterpret_cast<unsigned char*>(p.weights) + block * 512 + lane * 16 + high * 8) = make_uint2(fp8_word(codes), fp8_word(codes + 4));
   if (lane == 0) p.tile_scales[block * 2 + high] = scale;
 }
 
@@ -105,14 +110,14 @@ __device__ __forceinline__ void fill_random_body(const FillParams& p) {
 // Grid: any number of blocks of 256 threads; a thread fills a unit of 16 rows.
 __device__ __forceinline__ void fill_codes_body(const FillCodesParams& p) {
   for (unsigned long long block = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x; block < p.n_blocks; block += (unsigned long long)gridDim.x * blockDim.x) {
-    uint32_t* words = reinterpret_cast<uint32_t*>(p.weights + block * (p.four_bits ? 576 : 512));
-    for (int i = 0; i < 128; i++) {
-      const uint32_t bits = mixed(p.seed, block * 128 + i) >> 32;
-      words[i] = p.four_bits ? bits : bits & 0xbfbfbfbfu;
+    uint32_t* words = reinterpret_cast<uint32_t*>(p.weights + block * (p.four_bits ? Int4::kUnitBytes : Fp8::kUnitBytes));
+    for (int i = 0; i < (p.four_bits ? 128 : 256); i++) {
+      const uint32_t bits = mixed(p.seed, block * 256 + i) >> 32;
+      words[i] = p.four_bits ? bits : bits & 0xbbffbbffu;   // without the highest bit of an exponent
     }
     const uint32_t scale = __bfloat16_as_ushort(__float2bfloat16(p.scale));
     if (p.four_bits) for (int i = 0; i < 16; i++) words[128 + i] = scale << 16 | scale;
-    if (p.tile_scales) p.tile_scales[block * 2] = p.tile_scales[block * 2 + 1] = p.scale;
+    if (p.tile_scales) for (int i = 0; i < 4; i++) p.tile_scales[block * 4 + i] = p.scale;
   }
 }
 }  // namespace

@@ -18,26 +18,41 @@
 #include "../repack.cu"
 
 // Candidates beside the kernels in use, for tuning on another chip.
-LINEAR(m8_w16_a2x2, Bf16, 1, 1, 16, 2, 2, 1)
-LINEAR(m8_w8_a6x2, Bf16, 1, 1, 8, 6, 2, 1)
-LINEAR(m16_w16_a1x1, Bf16, 1, 2, 16, 1, 1, 1)
-LINEAR(fp8_w16_a4x1, Fp8, 1, 1, 16, 4, 1, 1)
-LINEAR(int4_w16_a2x1, Int4, 1, 1, 16, 2, 1, 1)
+LINEAR(m8_a4x4, Bf16, 1, 4, 4, 1)
+LINEAR(m8_a5x5, Bf16, 1, 5, 5, 1)
+LINEAR(m8_a8x4, Bf16, 1, 8, 4, 1)
+LINEAR(m16_a4x2, Bf16, 2, 4, 2, 1)
+LINEAR(m16_a3x3, Bf16, 2, 3, 3, 1)
+LINEAR(fp8_a3x3, Fp8, 1, 3, 3, 1)
+LINEAR(fp8_a4x1, Fp8, 1, 4, 1, 1)
+LINEAR(fp8_a4x2, Fp8, 1, 4, 2, 1)
+LINEAR(fp8_a5x1, Fp8, 1, 5, 1, 1)
+LINEAR(fp8_a6x2, Fp8, 1, 6, 2, 1)
+LINEAR(m16_fp8_a3x1, Fp8, 2, 3, 1, 1)
+LINEAR(m16_fp8_a2x1, Fp8, 2, 2, 1, 1)
+LINEAR(int4_a4x2, Int4, 1, 4, 2, 1)
+LINEAR(int4_a3x3, Int4, 1, 3, 3, 1)
+LINEAR(int4_a6x2, Int4, 1, 6, 2, 1)
+LINEAR(int4_a8x2, Int4, 1, 8, 2, 1)
+LINEAR(m16_int4_a2x2, Int4, 2, 2, 2, 1)
+LINEAR(m16_int4_a3x1, Int4, 2, 3, 1, 1)
 
 #define CHECK(x) do { cudaError_t e_ = (x); if (e_) { std::printf("error: %s: %s (line %d)\n", #x, cudaGetErrorString(e_), __LINE__); std::exit(1); } } while (0)
 
 namespace {
 enum Format { kBf16, kFp8, kInt4 };
-struct Variant { const char* name; const void* f; int tiles, columns, warps; Format format; };
-#define V(name, tiles, columns, warps, ...) {#name, (const void*)name, tiles, columns, warps, Format(__VA_ARGS__)}
+struct Variant { const char* name; const void* f; int columns; Format format; };
+#define V(name, columns, ...) {#name, (const void*)name, columns, Format(__VA_ARGS__)}
 const Variant kVariants[] = {
-    V(linear_m8, 1, 1, 8), V(linear_m8_short, 1, 1, 8), V(m8_w16_a2x2, 1, 1, 16), V(m8_w8_a6x2, 1, 1, 8), V(linear_m16, 1, 2, 8), V(m16_w16_a1x1, 1, 2, 16),
-    V(linear_m8_fp8, 1, 1, 8, kFp8), V(fp8_w16_a4x1, 1, 1, 16, kFp8), V(linear_m16_fp8, 1, 2, 8, kFp8),
-    V(linear_m8_int4, 1, 1, 8, kInt4), V(int4_w16_a2x1, 1, 1, 16, kInt4), V(linear_m16_int4, 1, 2, 8, kInt4),
+    V(linear_m8, 1), V(m8_a4x4, 1), V(m8_a5x5, 1), V(m8_a8x4, 1), V(linear_m16, 2), V(m16_a4x2, 2), V(m16_a3x3, 2),
+    V(linear_m8_fp8, 1, kFp8), V(fp8_a3x3, 1, kFp8), V(fp8_a4x1, 1, kFp8), V(fp8_a4x2, 1, kFp8), V(fp8_a5x1, 1, kFp8), V(fp8_a6x2, 1, kFp8),
+    V(linear_m16_fp8, 2, kFp8), V(m16_fp8_a3x1, 2, kFp8), V(m16_fp8_a2x1, 2, kFp8),
+    V(linear_m8_int4, 1, kInt4), V(int4_a4x2, 1, kInt4), V(int4_a3x3, 1, kInt4), V(int4_a6x2, 1, kInt4), V(int4_a8x2, 1, kInt4),
+    V(linear_m16_int4, 2, kInt4), V(m16_int4_a2x2, 2, kInt4), V(m16_int4_a3x1, 2, kInt4),
 };
 struct Prefill { const char* name; const void* f; int n, m, threads, shared; };
 const Prefill kPrefill[] = {{"prefill 128x128", (const void*)linear_prefill_128x128, 128, 128, 256, kPrefillRing}, {"prefill 64x64", (const void*)linear_prefill_64x64, 64, 64, 128, kPrefillRing}};
-struct Choice { const Variant* v; int per_sm; };   // blocks per SM at most; 0: one group of tiles a block
+struct Choice { const Variant* v; int per_sm; };   // blocks per SM at most; 0: one tile a block
 struct Shape { const char* name; int n, k, epilogue; bool norm; };   // n: outputs (of silu: ffn)
 struct Model { const char* name; int layers; std::vector<Shape> layer; Shape head; };
 
@@ -49,7 +64,7 @@ double ceiling;   // GB/s
 
 size_t bytes_of(const Shape& s, Format format = kBf16) {   // scales of FP8 not counted
   const int rows = s.epilogue == kEpilogueSilu ? 2 * s.n : s.n;
-  return (size_t)(rows + 15) / 16 * (format == kInt4 ? units_of<Int4>(s.k) * Int4::kUnitBytes : k_blocks_of(s.k) * (format == kFp8 ? 512 : 1024));
+  return (size_t)(rows + 15) / 16 * (format == kInt4 ? units_of<Int4>(s.k) * Int4::kUnitBytes : format == kFp8 ? units_of<Fp8>(s.k) * Fp8::kUnitBytes : k_blocks_of(s.k) * 1024);
 }
 
 void launch(const void* f, dim3 grid, int threads, int shared, void* params, bool pdl) {
@@ -59,12 +74,12 @@ void launch(const void* f, dim3 grid, int threads, int shared, void* params, boo
   void* args[] = {params};
   CHECK(cudaLaunchKernelExC(&c, f, args));
 }
-unsigned short segments(int k) { return (k_blocks_of(k) + segment_blocks_of(k_blocks_of(k)) - 1) / segment_blocks_of(k_blocks_of(k)); }
 LinearParams params_of(const Shape& s, size_t offset, const bf16* x, bf16* out, int rows, Format format = kBf16) {
   LinearParams p{};
-  p.part[0] = {(const uint4*)(weights + offset), nullptr, x, s.norm ? squares : nullptr, nullptr, s.k, s.k, (unsigned short)segment_blocks_of(k_blocks_of(s.k)), segments(s.k), 1e-5f};
+  p.part[0] = {(const uint4*)(weights + offset), nullptr, x, s.norm ? squares : nullptr, nullptr, s.k, s.k, 0, 0, 1e-5f};
+  const int units = format == kBf16 ? k_blocks_of(s.k) : units_of<Int4>(s.k), each = segment_units_of(units);
+  p.part[0].segment_units = each; p.part[0].n_segments = (units + each - 1) / each;
   if (format == kFp8) p.part[0].scales = (const float*)weights;   // any numbers
-  if (format == kInt4) { const int units = units_of<Int4>(s.k), each = segment_blocks_of(units); p.part[0].segment_blocks = each; p.part[0].n_segments = (units + each - 1) / each; }
   p.n_parts = 1; p.n = s.n; p.n_tiles = s.epilogue == kEpilogueSilu ? (s.n + 7) / 8 : (s.n + 15) / 16;
   p.rows = rows; p.epilogue = s.epilogue; p.out_stride = s.n; p.out = out; p.stream = s.epilogue == kEpilogueResidual ? logits : nullptr; p.logits = logits;
   if (s.epilogue == kEpilogueLogits) { p.max_value = max_value; p.max_id = max_id; }
@@ -73,8 +88,7 @@ LinearParams params_of(const Shape& s, size_t offset, const bf16* x, bf16* out, 
 void linear_launch(const Choice& c, const Shape& s, size_t offset, const bf16* x, bf16* out, int rows, int layer) {
   LinearParams p = params_of(s, offset, x, out, rows, c.v->format);
   if (s.epilogue == kEpilogueResidual) { p.next_norm = norm_weight + layer % 64 * 8192; p.normed = buffer[2]; p.squares = squares; }
-  const int n_groups = (p.n_tiles + c.v->tiles - 1) / c.v->tiles;
-  launch(c.v->f, dim3(c.per_sm ? std::min(n_groups, c.per_sm * n_sms) : n_groups), c.v->warps * 32, 0, &p, true);
+  launch(c.v->f, dim3(c.per_sm ? std::min(p.n_tiles, c.per_sm * n_sms) : p.n_tiles), kSegments * 32, 0, &p, true);
 }
 void prefill_launch(const Prefill& v, LinearParams& p, int rows) { launch(v.f, dim3((rows + v.m - 1) / v.m, (p.n_tiles * 16 + v.n - 1) / v.n), v.threads, v.shared, &p, true); }
 // Median ms of `n` replays of what `record` launches.
@@ -145,8 +159,7 @@ bool check_all() {
       reset();
       for (int m = 0; m + width <= rows || m < rows; m += width) {
         LinearParams p = shifted(params_of(s, 0, x, buffer[1], std::min(width, rows - m)), m);
-        const int n_groups = (p.n_tiles + v.tiles - 1) / v.tiles;
-        launch(v.f, dim3(width & 1 ? n_groups : std::min(n_groups, 2 * n_sms)), v.warps * 32, 0, &p, true);
+        launch(v.f, dim3(width & 1 ? p.n_tiles : std::min(p.n_tiles, 2 * n_sms)), kSegments * 32, 0, &p, true);
       }
       char what[80]; std::snprintf(what, sizeof what, "%s width %d", v.name, width); compare(what);
     }

@@ -95,10 +95,10 @@ int main(int argc, char** argv) {
       const auto linear = [&](const char* name, const char* w, int n, int k, const bf16* x, int x_stride, bool normalised, void* to, bool f32) {
         if (skip == name) return;
         LinearParams p{};
-        const int k_blocks = k_blocks_of(k), segment = segment_blocks_of(k_blocks);
+        const int k_blocks = k_blocks_of(k), segment = segment_units_of(k_blocks);
         p.part[0] = {(const uint4*)w, nullptr, x, normalised ? squares : nullptr, nullptr, k, x_stride, (unsigned short)segment, (unsigned short)((k_blocks + segment - 1) / segment), 1e-5f};
         p.n_parts = 1; p.n = n; p.n_tiles = (n + 15) / 16; p.rows = rows; p.epilogue = f32 ? kEpilogueLogits : kEpilogueStore; p.out = (bf16*)to; p.logits = (float*)to; p.out_stride = n;
-        launch(wide ? (const void*)linear_m16 : k_blocks <= 48 ? (const void*)linear_m8_short : (const void*)linear_m8, dim3(std::min(p.n_tiles, grid2)), 256, &p);
+        launch(wide ? (const void*)linear_m16 : (const void*)linear_m8, dim3(std::min(p.n_tiles, grid2)), 256, &p);
       };
       for (int i = 0; i < (only ? 2 : kLayers); i++) {
         const Layer& l = layers[i % kDistinct];

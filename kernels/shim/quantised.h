@@ -22,9 +22,9 @@ inline double e4m3(unsigned code) {
 inline Matrix quantised(Matrix::Format format, int n, int k, uint32_t seed, bool gated = false, int block_rows = 32, int block_cols = 64) {
   Matrix m{format, n, k, std::vector<double>((size_t)n * k), {}, {}, {}};
   const int k_blocks = k_blocks_of(k), parts = gated ? 2 : 1, rows = n / parts, tiles = gated ? (rows + 7) / 8 : (n + 15) / 16;
-  const int bytes = format == Matrix::kBf16 ? 1024 : format == Matrix::kInt4 ? 576 : 512, units = format == Matrix::kInt4 ? (k_blocks + 1) / 2 : k_blocks;
+  const int bytes = format == Matrix::kInt4 ? 576 : 1024, units = format == Matrix::kBf16 ? k_blocks : (k_blocks + 1) / 2;
   m.tiles.assign((size_t)tiles * units * bytes, 0xff);
-  if (format == Matrix::kFp8) m.tile_scales = poisoned<float>((size_t)tiles * k_blocks * 2);
+  if (format == Matrix::kFp8) m.tile_scales = poisoned<float>((size_t)tiles * units * 4);
   if (format == Matrix::kFp8Rows) m.row_scales = std::vector<float>((size_t)tiles * 16, 0.0f);
   for (int part = 0; part < parts; part++) {
     const uint32_t s = seed * 31 + part;
@@ -59,7 +59,7 @@ inline Matrix quantised(Matrix::Format format, int n, int k, uint32_t seed, bool
     p.source = codes.data(); p.scales = four ? (const void*)scales_bf16.data() : scales.data(); p.weights = m.tiles.data();
     p.tile_scales = format == Matrix::kFp8 ? m.tile_scales.data() : nullptr;
     p.source_stride = stride; p.scale_stride = scale_cols; p.scale_bf16 = four; p.block_rows = br; p.block_cols = bc; p.order = order; p.n_source_rows = rows; p.rows = padded; p.k = k; p.k_blocks = k_blocks;
-    run(four ? "repack_int4" : "repack_fp8", dim3((k_blocks * 4 + 255) / 256, padded), 256, p);
+    run(four ? "repack_int4" : "repack_fp8", dim3(((k_blocks + 1) * 4 + 255) / 256, padded), 256, p);
   }
   return m;
 }

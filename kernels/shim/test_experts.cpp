@@ -18,7 +18,7 @@ bool near(const std::vector<float>& y, const std::vector<double>& expected, doub
 // ---- linear layers of every format ----
 void check_linear(Matrix::Format format, const char* name, int n, int k, bool gated) {
   const Matrix m = quantised(format, n, k, 5 + n, gated);
-  const int rows = 16, outputs = gated ? n / 2 : n, k_blocks = format == Matrix::kInt4 ? units_of<Int4>(k) : k_blocks_of(k), segment_blocks = segment_blocks_of(k_blocks);
+  const int rows = 16, outputs = gated ? n / 2 : n, units = units_of<Int4>(k), segment_units = segment_units_of(units);
   const auto x = rounded(numbers((size_t)rows * k, 3));
   std::vector<double> expected;
   for (int r = 0; r < rows; r++) for (int j = 0; j < outputs; j++) {
@@ -32,8 +32,8 @@ void check_linear(Matrix::Format format, const char* name, int n, int k, bool ga
     for (int first = 0; first + width <= rows; first += width) {
       auto out = poisoned<bf16>((size_t)width * outputs); auto logits = poisoned<float>((size_t)width * outputs);
       LinearParams p{};
-      p.part[0] = {reinterpret_cast<const uint4*>(m.tiles.data()), m.tile_scales.data(), x.data() + (size_t)first * k, nullptr, nullptr, k, k, (unsigned short)segment_blocks,
-                   (unsigned short)((k_blocks + segment_blocks - 1) / segment_blocks), 0};
+      p.part[0] = {reinterpret_cast<const uint4*>(m.tiles.data()), m.tile_scales.data(), x.data() + (size_t)first * k, nullptr, nullptr, k, k, (unsigned short)segment_units,
+                   (unsigned short)((units + segment_units - 1) / segment_units), 0};
       p.out = out.data(); p.logits = logits.data(); p.row_scales = m.row_scales.data(); p.n_parts = 1; p.n = outputs; p.n_tiles = gated ? (outputs + 7) / 8 : (n + 15) / 16; p.rows = width;
       p.epilogue = gated ? kEpilogueSilu : kEpilogueLogits; p.out_stride = outputs;
       char kernel[64]; std::snprintf(kernel, sizeof kernel, "linear_m%d_%s", width > 8 ? 16 : 8, name);
@@ -60,7 +60,10 @@ void check_quantise(int order) {
     const int at = order == kRowsPlain ? r : r / 8 * 16 + r % 8 + (order == kRowsUp ? 8 : 0), high = at >> 3 & 1;
     for (int c = 0; c < 64; c++) {
       const size_t block = (size_t)(at / 16) * k_blocks + c / 32;
-      const unsigned code = codes[block * 512 + ((at & 7) * 4 + (c & 31) / 8) * 16 + high * 8 + (c & 7)];
+      uint32_t word;
+      std::memcpy(&word, &codes[block * 512 + ((at & 7) * 4 + (c & 31) / 8) * 16 + high * 8 + (c & 4)], 4);
+      const uint32_t bits = word >> 16 * (c & 1) & 0xffff;   // codes 0 and 1 where bf16 has them, 2 and 3 between
+      const unsigned code = (c & 3) < 2 ? bits >> 15 << 7 | (bits >> 4 & 127) : (bits >> 11 & 1) << 7 | (bits >> 12 & 7) << 4 | (bits >> 3 & 1) << 3 | (bits & 7);
       const float scale = scales[block * 2 + high];
       const double x = r < n && c < k ? value(w[r * k + c]) : 0;
       double most = 0, nearest = 1e30;

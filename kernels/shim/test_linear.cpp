@@ -8,27 +8,22 @@
 #include "../probe.cu"
 #include "test.h"
 
-// Shapes of block that no kernel in use has: bits may not depend on the choice.
-LINEAR(linear_m8_t1_w16_a2, Bf16, 1, 1, 16, 2, 2, 1)
-LINEAR(linear_m8_t2_w8_a3, Bf16, 2, 1, 8, 3, 3, 1)
-LINEAR(linear_m8_t2_w16_a1, Bf16, 2, 1, 16, 1, 1, 1)
-LINEAR(linear_m16_t1_w16_a1, Bf16, 1, 2, 16, 1, 1, 1)
+// How far ahead no kernel in use loads: bits may not depend on it.
+LINEAR(linear_m8_ahead_4, Bf16, 1, 4, 2, 1)
+LINEAR(linear_m16_ahead_2, Bf16, 2, 2, 1, 1)
 
 namespace {
-struct Variant { const char* name; int tiles, columns, warps; };
-const Variant kVariants[] = {
-    {"linear_m8", 1, 1, 8},           {"linear_m8_short", 1, 1, 8},      {"linear_m16", 1, 2, 8},         {"linear_m8_t1_w16_a2", 1, 1, 16},
-    {"linear_m8_t2_w8_a3", 2, 1, 8},  {"linear_m8_t2_w16_a1", 2, 1, 16}, {"linear_m16_t1_w16_a1", 1, 2, 16},
-};
-const Variant kTwo[] = {{"linear_two", 1, 2, 8}};
+struct Variant { const char* name; int columns; };
+const Variant kVariants[] = {{"linear_m8", 1}, {"linear_m16", 2}, {"linear_m8_ahead_4", 1}, {"linear_m16_ahead_2", 2}};
+const Variant kTwo[] = {{"linear_two", 2}};
 struct PrefillVariant { const char* name; int n_tile, m_tile, threads, shared_bytes; };
 const PrefillVariant kPrefill[] = {
     {"linear_prefill_128x128", 128, 128, 256, kPrefillRing},
     {"linear_prefill_64x64", 64, 64, 128, kPrefillRing},
 };
 
-unsigned short segment_blocks(int k) { return segment_blocks_of(k_blocks_of(k)); }
-unsigned short n_segments(int k) { return (k_blocks_of(k) + segment_blocks(k) - 1) / segment_blocks(k); }
+unsigned short segment_units(int k) { return segment_units_of(k_blocks_of(k)); }
+unsigned short n_segments(int k) { return (k_blocks_of(k) + segment_units(k) - 1) / segment_units(k); }
 float value(float x) { return x; }
 // As linear_row.cuh documents it.
 template <class X> float tile_squares(const X* x) {
@@ -108,7 +103,7 @@ struct Problem {
   }
   LinearParams params() const {
     LinearParams p{};
-    for (int i = 0; i < n_parts; i++) p.part[i] = {tiles[i].data(), nullptr, norm ? normed[i].data() : x[i].data(), norm ? squares[i].data() : nullptr, nullptr, k[i], k[i], segment_blocks(k[i]), n_segments(k[i]), eps};
+    for (int i = 0; i < n_parts; i++) p.part[i] = {tiles[i].data(), nullptr, norm ? normed[i].data() : x[i].data(), norm ? squares[i].data() : nullptr, nullptr, k[i], k[i], segment_units(k[i]), n_segments(k[i]), eps};
     p.n_parts = n_parts; p.n = n; p.n_tiles = n_tiles; p.epilogue = epilogue; p.out_stride = outputs; p.tap_stride = outputs + 3;
     p.bias = bias && epilogue != kEpilogueSilu ? bias_.data() : nullptr;
     return p;
@@ -147,8 +142,7 @@ Result launch_rows(const Problem& q, const char* name, dim3 grid, unsigned threa
   return r;
 }
 Result decode(const Problem& q, const Variant& v, int rows, int first_row, int blocks) {
-  const int n_groups = (q.n_tiles + v.tiles - 1) / v.tiles;
-  return launch_rows(q, v.name, dim3(std::min(blocks, n_groups)), v.warps * 32, 0, q.params(), rows, first_row, rows);
+  return launch_rows(q, v.name, dim3(std::min(blocks, q.n_tiles)), kSegments * 32, 0, q.params(), rows, first_row, rows);
 }
 // The whole problem as one prefill chunk of `chunk` rows, of which q.rows are in use.
 Result prefill(const Problem& q, const PrefillVariant& v, int chunk, Problem& scratch) {
@@ -217,7 +211,7 @@ void check_problem(const Problem& q, const std::vector<int>& widths, bool all_va
         check(same, "%s width %d: normed and squares of the output (n %d)", variant.name, width, q.n);
       }
       if (q.epilogue == kEpilogueLogits) {
-        const int n_blocks = std::min(blocks, (q.n_tiles + variant.tiles - 1) / variant.tiles);
+        const int n_blocks = std::min(blocks, q.n_tiles);
         for (int m = 0; m < width; m++) {
           float best = -INFINITY; int id = 0x7fffffff, expected = 0;
           for (int b = 0; b < n_blocks; b++) { const float x = r.max_value[m * n_blocks + b]; const int i = r.max_id[m * n_blocks + b]; if (x > best || (x == best && i < id)) { best = x; id = i; } }
@@ -340,11 +334,11 @@ void check_part_of_a_row() {
   const auto w_tiles = retiled(w, wide, k), v_tiles = retiled(v, n, part);
   auto y = poisoned<bf16>((size_t)rows * wide), normed = y; auto squares = poisoned<float>(rows * tiles);
   LinearParams p{};
-  p.part[0] = {w_tiles.data(), nullptr, x.data(), nullptr, nullptr, k, k, segment_blocks(k), n_segments(k), 0};
+  p.part[0] = {w_tiles.data(), nullptr, x.data(), nullptr, nullptr, k, k, segment_units(k), n_segments(k), 0};
   p.out = y.data(); p.next_norm = norm.data(); p.normed = normed.data(); p.squares = squares.data(); p.n_parts = 1; p.n = wide; p.n_tiles = tiles; p.rows = rows; p.out_stride = wide;
   run("linear_m8", dim3(3), 256, p);
   LinearParams q{};
-  q.part[0] = {v_tiles.data(), nullptr, normed.data(), squares.data(), nullptr, part, wide, segment_blocks(part), n_segments(part), 1e-6f};
+  q.part[0] = {v_tiles.data(), nullptr, normed.data(), squares.data(), nullptr, part, wide, segment_units(part), n_segments(part), 1e-6f};
   auto logits = poisoned<float>(rows * n);
   q.logits = logits.data(); q.n_parts = 1; q.n = n; q.n_tiles = n / 16; q.rows = rows; q.epilogue = kEpilogueLogits; q.out_stride = n;
   run("linear_m8", dim3(2), 256, q);

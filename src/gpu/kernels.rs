@@ -33,7 +33,6 @@ pub struct Kernels {
     /// For up to 256 rows, and for more.
     linear_prefill: [PrefillVariant; 2],
     /// Two inputs: up to 16 rows, and more.
-    linear_short: LinearVariant,
     linear_two: LinearVariant,
     linear_prefill_two: PrefillVariant,
     attention_decode: Vec<(usize, usize, Kernel)>, // head_dim, columns of a block
@@ -72,9 +71,7 @@ struct LinearVariant {
 }
 
 /// Threads of a block of `LinearVariant`.
-const LINEAR_THREADS: u32 = 256;
-/// Blocks of 32 columns of K that linear_m8_short is for.
-const SHORT_BLOCKS: i32 = 48;
+const LINEAR_THREADS: u32 = 32 * SEGMENTS as u32;
 
 /// experts_up and experts_down for up to 8 rows and up to 16, by how routed experts and the shared one are stored.
 struct ExpertKernels {
@@ -213,7 +210,6 @@ impl Kernels {
                 variant(Tiles::Int4, 2, "linear_m16_int4")?,
             ],
             linear_prefill: [prefill(64, 64, 128, "linear_prefill_64x64")?, prefill(128, 128, 256, "linear_prefill_128x128")?],
-            linear_short: variant(Tiles::Bf16, 1, "linear_m8_short")?,
             linear_two: variant(Tiles::Bf16, 2, "linear_two")?,
             linear_prefill_two: prefill(64, 64, 128, "linear_prefill_64x64_two")?,
             copy_rows: k("copy_rows")?,
@@ -308,7 +304,7 @@ impl Tiles {
     pub(super) fn unit(self) -> (usize, usize) {
         match self {
             Tiles::Bf16 => (32, 1024),
-            Tiles::Fp8 | Tiles::Fp8Rows => (32, 512),
+            Tiles::Fp8 | Tiles::Fp8Rows => (64, 1024),
             Tiles::Int4 => (64, 576),
         }
     }
@@ -333,7 +329,7 @@ pub struct Matrix {
 pub struct Part {
     /// Device address.
     pub at: u64,
-    /// That of the scales beside the blocks: f32, [n_tiles][k_blocks][2], or [n_tiles * 16] with a scale a row.
+    /// That of the scales beside the blocks: f32, [n_tiles][units][2][2], or [n_tiles * 16] with a scale a row.
     pub(super) scales_at: u64,
     pub(super) column: usize,
     pub(super) k: usize,
@@ -373,7 +369,7 @@ impl Matrix {
     pub(super) fn part_scales(&self, part: &Part) -> usize {
         match self.tiles {
             Tiles::Bf16 | Tiles::Int4 => 0,
-            Tiles::Fp8 => self.n_tiles * part.k.div_ceil(32) * 2,
+            Tiles::Fp8 => self.n_tiles * part.k.div_ceil(64) * 4,
             Tiles::Fp8Rows => self.n_tiles * 16,
         }
     }
@@ -959,14 +955,7 @@ impl Launcher<'_> {
         for (first, n) in slabs(rows) {
             let is_variant = |v: &&LinearVariant| v.tiles == matrix.tiles && v.columns == n.div_ceil(8);
             let skinny = self.kernels.linear.iter().find(is_variant).context("no variant")?;
-            let short = skinny.columns == 1 && skinny.tiles == Tiles::Bf16 && params.part[0].k <= 32 * SHORT_BLOCKS;
-            let variant = if two {
-                &self.kernels.linear_two
-            } else if short {
-                &self.kernels.linear_short
-            } else {
-                skinny
-            };
+            let variant = if two { &self.kernels.linear_two } else { skinny };
             let mut slab = LinearParams { rows: n as i32, first_row: first as i32, ..params };
             for part in &mut slab.part {
                 skip(&mut part.x, first * part.x_stride as usize, 2);
@@ -986,13 +975,13 @@ impl Launcher<'_> {
         let (unit_columns, _) = tiles.unit();
         let (plan, arena) = (self.plan, self.arena);
         let units = input.dim.div_ceil(unit_columns);
-        let segment_units = units.div_ceil(32);
+        let segment_units = units.div_ceil(SEGMENTS);
         let buffer = plan.buffer(input.x);
         let mut part = LinearPart {
             x: arena.buffer(plan, input.x),
             k: input.dim as i32,
             x_stride: buffer.dim as i32,
-            segment_blocks: segment_units as u16,
+            segment_units: segment_units as u16,
             n_segments: units.div_ceil(segment_units) as u16,
             ..weights
         };

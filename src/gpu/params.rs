@@ -44,7 +44,7 @@ params! {
     CopyParams: 56 {
         from: u64, to: u64, from_start: u64, to_start: u64, n_rows: u64, rows: i32, dim: i32, from_mask: i32, to_mask: i32,
     }
-    LinearPart: 56 { weights: u64, scales: u64, x: u64, squares: u64, inv: u64, k: i32, x_stride: i32, segment_blocks: u16, n_segments: u16, eps: f32 }
+    LinearPart: 56 { weights: u64, scales: u64, x: u64, squares: u64, inv: u64, k: i32, x_stride: i32, segment_units: u16, n_segments: u16, eps: f32 }
     LinearParams: 248 {
         part: [LinearPart; 2], out: u64, bias: u64, stream: u64, tap: u64, next_norm: u64, normed: u64, squares: u64, logits: u64,
         max_value: u64, max_id: u64, n_rows: u64, row_scales: u64, n_parts: i32, n: i32, n_tiles: i32, rows: i32, epilogue: i32, out_stride: i32,
@@ -209,6 +209,8 @@ pub fn attention_chunks(n: usize, latent: bool) -> usize {
 pub const LATENT_CHUNKS: usize = 512;
 /// kValueRows
 pub const VALUE_ROWS: usize = 2;
+/// kSegments
+pub const SEGMENTS: usize = 8;
 /// kRouterSplits
 pub const ROUTER_SPLITS: usize = 4;
 

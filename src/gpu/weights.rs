@@ -764,9 +764,9 @@ impl Repack {
         };
         match self {
             Repack::Plain(p) => gpu.launch(&kernels.repack, grid(p.k_blocks * 16, p.rows), p),
-            Repack::Fp8(p) => gpu.launch(&kernels.repack_fp8, grid(p.k_blocks * 4, p.rows), p),
+            Repack::Fp8(p) => gpu.launch(&kernels.repack_fp8, grid((p.k_blocks + 1) / 2 * 8, p.rows), p),
             Repack::Int4(p) => gpu.launch(&kernels.repack_int4, grid((p.k_blocks + 1) / 2 * 8, p.rows), p),
-            Repack::Quantise(p) => gpu.launch(&kernels.quantise_fp8, grid(p.k_blocks * 32, p.rows / 8), p),
+            Repack::Quantise(p) => gpu.launch(&kernels.quantise_fp8, grid((p.k_blocks + 1) / 2 * 64, p.rows / 8), p),
         }
     }
 }
