@@ -284,7 +284,7 @@ template <int HD> __device__ __forceinline__ void combine(const AttentionParams&
 
 template <int HD, int TILES> __device__ void attention_decode(const AttentionParams& p) {
   constexpr int KI = HD / 32, NT = HD / 64;                    // K pieces of a tile; 8-dim tiles of V a warp
-  constexpr int S = (TILES == 4 ? 128 : 256) / HD;             // steps of a batch: 64 registers a lane for K and V, 32 with four tiles
+  constexpr int S = 256 / HD;                                  // steps of a batch: 64 registers a lane for K and V
   constexpr int kColumns = 16 * TILES, kWarpColumns = kColumns / kDecodeWarps;
   static_assert(2 * TILES <= kDecodeWarps, "a warp keeps the maxima of half a column tile");
   SHARED(uint4, q_operand, [TILES][KI][2][32]);                // [column tile][32 dims][half h][lane]: what mma_bf16 takes
@@ -786,13 +786,11 @@ template <int HD> __device__ void attention_prefill(const AttentionParams& p) {
 
 }  // namespace
 
-// The number after head_dim is the columns of a block: take the smallest that holds max_rows * group, or 64 and several blocks along z.
+// The number after head_dim is the columns of a block; more lie along z.
 KERNEL(attention_decode_64_16, AttentionParams, kDecodeThreads, 2) { attention_decode<64, 1>(p); }
 KERNEL(attention_decode_64_32, AttentionParams, kDecodeThreads, 2) { attention_decode<64, 2>(p); }
-KERNEL(attention_decode_64_64, AttentionParams, kDecodeThreads, 2) { attention_decode<64, 4>(p); }
 KERNEL(attention_decode_128_16, AttentionParams, kDecodeThreads, 2) { attention_decode<128, 1>(p); }
 KERNEL(attention_decode_128_32, AttentionParams, kDecodeThreads, 2) { attention_decode<128, 2>(p); }
-KERNEL(attention_decode_128_64, AttentionParams, kDecodeThreads, 2) { attention_decode<128, 4>(p); }
 KERNEL(attention_rope_64, AttentionParams, 32 * kRopeWarps) { attention_rope<64>(p); }
 KERNEL(attention_rope_128, AttentionParams, 32 * kRopeWarps) { attention_rope<128>(p); }
 KERNEL(attention_prefill_64, AttentionParams, kPrefillThreads, 2) { attention_prefill<64>(p); }

@@ -72,7 +72,7 @@ struct Device {
     std::copy_n(L.raw.begin() + (size_t)length * L.stride, (size_t)rows * L.stride, x.begin());
     return x;
   }
-  // Rows length .. length + rows - 1 in one pass. block_columns 16, 32 or 64; more columns go to z.
+  // Rows length .. length + rows - 1 in one pass. block_columns 16 or 32; more columns go to z.
   std::vector<bf16> decode(int length, int rows, int block_columns, int max_rows = 0, int more_blocks = 0) {
     if (!max_rows) max_rows = rows;
     std::vector<bf16> x = input(length, rows, max_rows), out = poisoned<bf16>((size_t)max_rows * L.n_heads * L.hd), before = x;
@@ -103,7 +103,7 @@ struct Device {
     return out;
   }
 };
-static int smallest_block(const Layer& L, int rows) { return rows * L.group <= 16 ? 16 : rows * L.group <= 32 ? 32 : 64; }
+static int smallest_block(const Layer& L, int rows) { return rows * L.group <= 16 ? 16 : 32; }
 
 // The cache rows [from, to) against f64 (norm, RoPE, transposition) and nothing else changed behind them.
 static void check_cache(const Device& d, int from, int to, const char* what) {
@@ -244,7 +244,7 @@ static void test_equal_bits(int hd, int heads, int kv, bool norm, int length, in
     if (first == rows) compare_cache(d, "decode");
   }
   const int w = std::min({rows, 16});
-  for (int columns : {16, 32, 64}) { Device d = start; compare(d.decode(length, w, columns, 16, 2), 0, w, columns == 16 ? "decode in blocks of 16" : columns == 32 ? "decode in blocks of 32" : "decode in blocks of 64"); }
+  for (int columns : {16, 32}) { Device d = start; compare(d.decode(length, w, columns, 16, 2), 0, w, columns == 16 ? "decode in blocks of 16" : "decode in blocks of 32"); }
   for (int chunk : {1, 8, 33}) {
     if (chunk >= rows || (!all && chunk != 8)) continue;
     Device d = start;

@@ -219,10 +219,8 @@ impl Kernels {
             attention_decode: vec![
                 (64, 16, k("attention_decode_64_16")?),
                 (64, 32, k("attention_decode_64_32")?),
-                (64, 64, k("attention_decode_64_64")?),
                 (128, 16, k("attention_decode_128_16")?),
                 (128, 32, k("attention_decode_128_32")?),
-                (128, 64, k("attention_decode_128_64")?),
             ],
             attention_rope: vec![(64, k("attention_rope_64")?), (128, k("attention_rope_128")?)],
             attention_prefill: vec![(64, k("attention_prefill_64")?), (128, k("attention_prefill_128")?)],
@@ -501,12 +499,14 @@ impl Arena {
     }
 }
 
-/// Columns (rows of the pass times heads of a group) that one attention block takes, for a pass of `rows`.
-fn attention_columns(rows: usize, group: usize) -> usize {
-    match rows * group {
-        0..=16 => 16,
-        17..=32 => 32,
-        _ => 64,
+/// Columns (rows of the pass times heads of a group) that one attention block takes, in a grid of `chunks` blocks a KV head. Narrow blocks are faster as
+/// long as there is room for all of them; in long contexts those that read the same keys and values would wait for each other.
+fn attention_columns(columns: usize, n_kv_heads: usize, chunks: usize) -> usize {
+    const ROOM: usize = 1536;
+    if columns <= 16 || chunks * n_kv_heads * columns.div_ceil(16) <= ROOM {
+        16
+    } else {
+        32
     }
 }
 
@@ -514,9 +514,8 @@ fn attention_columns(rows: usize, group: usize) -> usize {
 pub fn attention_scratch(step: &Step, rows: usize, chunks: usize) -> [usize; 2] {
     match step {
         Step::Attention(a) => {
-            let group = a.n_heads / a.n_kv_heads;
-            let columns = attention_columns(rows, group);
-            [a.n_kv_heads * chunks * (rows * group).div_ceil(columns) * columns * (a.head_dim + 2), a.n_kv_heads * MAX_WIDTH * a.n_heads]
+            let columns = (rows * a.n_heads / a.n_kv_heads).next_multiple_of(32);
+            [a.n_kv_heads * chunks * columns * (a.head_dim + 2), a.n_kv_heads * MAX_WIDTH * a.n_heads]
         }
         Step::LatentAttend(a) => [chunks * rows * a.n_heads * (a.dims.kv_rank + 2), 0],
         _ => [0, 0],
@@ -1053,7 +1052,7 @@ impl Launcher<'_> {
             let attend = self.kernels.attention_prefill.iter().find(|k| k.0 == a.head_dim).with_context(missing)?;
             return self.launch(&attend.1, ((rows * group).div_ceil(64), a.n_kv_heads, 1), 128, 0, &params);
         }
-        let columns = attention_columns(rows, group);
+        let columns = attention_columns(rows * group, a.n_kv_heads, self.chunks);
         let kernel = self.kernels.attention_decode.iter().find(|k| k.0 == a.head_dim && k.1 == columns).with_context(missing)?;
         self.launch(&kernel.2, (self.chunks, a.n_kv_heads, (rows * group).div_ceil(columns)), 256, 0, &params)
     }
