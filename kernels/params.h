@@ -272,7 +272,7 @@ struct RepackCodesParams {
   int k_blocks;
 };
 static_assert(sizeof(RepackCodesParams) == 88, "twin in Rust");
-// fill_codes: codes from a hash, for random weights: e4m3 up to 1.875 in magnitude, or any four bits; tile scales and those of Int4 are `scale`.
+// fill_codes: codes from a hash, for random weights: e4m3 up to 1.875 in magnitude, or -7 to 7; tile scales and those of Int4 are `scale`.
 struct FillCodesParams {
   unsigned char* weights;
   float* tile_scales;           // FP8, or null

@@ -113,7 +113,9 @@ __device__ __forceinline__ void fill_codes_body(const FillCodesParams& p) {
     uint32_t* words = reinterpret_cast<uint32_t*>(p.weights + block * (p.four_bits ? Int4::kUnitBytes : Fp8::kUnitBytes));
     for (int i = 0; i < (p.four_bits ? 128 : 256); i++) {
       const uint32_t bits = mixed(p.seed, block * 256 + i) >> 32;
-      words[i] = p.four_bits ? bits : bits & 0xbbffbbffu;   // without the highest bit of an exponent
+      // FP8 without the highest bit of an exponent. Of four bits 0 (-8) becomes 8 (0), so that their mean is 0: else all rows of a pass drift the same way, and to the same experts.
+      const uint32_t zeros = ~(bits | bits >> 1 | bits >> 2 | bits >> 3) & 0x11111111u;
+      words[i] = p.four_bits ? bits | zeros << 3 : bits & 0xbbffbbffu;
     }
     const uint32_t scale = __bfloat16_as_ushort(__float2bfloat16(p.scale));
     if (p.four_bits) for (int i = 0; i < 16; i++) words[128 + i] = scale << 16 | scale;

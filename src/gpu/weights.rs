@@ -252,7 +252,7 @@ struct Fill<'a> {
 
 impl Fill<'_> {
     /// A sum of k products with unit inputs has variance `gain`^2: numbers uniform in [-s, s] have variance s^2 / 3, random codes of e4m3 up to 1.875 have
-    /// 0.35, and -8 to 7 have 21.5.
+    /// 0.35, and -7 to 7 with 0 twice 17.5.
     fn matrix(&self, matrix: &Matrix, seed: u64, gain: f32) -> Result<()> {
         let k: usize = matrix.parts.iter().map(|p| p.k).sum();
         let scale = |variance: f32| gain / (k as f32 * variance).sqrt();
@@ -262,7 +262,7 @@ impl Fill<'_> {
                 self.plain(part.at, seed, rows, part.k, true, false, scale(1.0 / 3.0))?;
                 continue;
             }
-            let scale = scale(if matrix.tiles == Tiles::Int4 { 21.5 } else { 0.35 });
+            let scale = scale(if matrix.tiles == Tiles::Int4 { 17.5 } else { 0.35 });
             let params = FillCodesParams {
                 weights: part.at,
                 tile_scales: if matrix.tiles == Tiles::Fp8 { part.scales_at } else { 0 },
