@@ -374,18 +374,6 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b
   return r;
 #endif
 }
-// Byte i of the result is byte (selector >> 4 i) % 8 of b:a.
-__device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
-#ifdef CPU_SHIM
-  const uint64_t both = (uint64_t)b << 32 | a;
-  uint32_t r = 0;
-  for (int i = 0; i < 4; i++) r |= (uint32_t)(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
-  return r;
-#else
-  return __byte_perm(a, b, selector);
-#endif
-}
-
 // The largest and the smallest of a warp's numbers.
 __device__ __forceinline__ unsigned warp_largest(unsigned v) {
 #ifdef CPU_SHIM

@@ -257,7 +257,7 @@ fn three_and_eight_ranks_compute_alike() {
 #[test]
 fn two_ranks_of_models_with_experts() {
     let _alone = alone();
-    for scheme in [None, Some(Scheme::Fp8Channel), Some(Scheme::Int4(32))] {
+    for scheme in [None, Some(Scheme::Fp8Block(32, 32)), Some(Scheme::Int4(32))] {
         let dir = tempfile::tempdir().unwrap();
         write_tiny8(dir.path(), scheme);
         let (config, weights) = open(dir.path());

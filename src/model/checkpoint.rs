@@ -210,10 +210,10 @@ impl Tensor {
         let rows = out.len() / row_bytes.max(1);
         let end = rows.checked_sub(1).and_then(|n| n.checked_mul(stride)).and_then(|n| n.checked_add(offset + row_bytes));
         match end {
-            Some(end) if end <= self.len && row_bytes <= stride && rows * row_bytes == out.len() && !self.selected => {
-                self.shard.read_rows(self.start + offset, stride, row_bytes, out)
-            }
             Some(end) if end <= self.len && row_bytes <= stride && rows * row_bytes == out.len() => {
+                if !self.selected {
+                    return self.shard.read_rows(self.start + offset, stride, row_bytes, out);
+                }
                 let runs = self.bytes()[offset..].chunks(stride);
                 out.chunks_exact_mut(row_bytes).zip(runs).for_each(|(out, run)| out.copy_from_slice(&run[..row_bytes]));
                 Ok(())

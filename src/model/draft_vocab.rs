@@ -1,5 +1,5 @@
 //! Which tokens a drafter with the whole vocabulary may draft, from a file that says how frequent they are. Its head is most of what a draft reads: with
-//! 32,768 of Kimi-K2.5's 163,840 rows it is a fifth, and covers 99 % of tokens (FR-Spec, arXiv 2502.14856).
+//! 32,768 of Kimi-K2.5's 163,840 rows it is a fifth. The idea is FR-Spec's (arXiv 2502.14856).
 use anyhow::{bail, ensure, Context, Result};
 use serde_json::Value;
 use std::collections::BTreeSet;

@@ -113,8 +113,8 @@ pub fn tiny_llama_drafter(config: &Config, weights: &Weights, norms: bool) -> Dr
 pub fn whole_llama_drafter(config: &Config, weights: &Weights) -> DraftModel {
     let mut d = D0::new();
     d.set("draft_vocab_size", config.vocab).remove("d2t").remove("t2d");
-    let mut model = tiny_llama_draft_model(&mut d, config, weights, false);
-    assert_eq!(model.map.take(), None);
+    let model = tiny_llama_draft_model(&mut d, config, weights, false);
+    assert_eq!(model.map, None);
     model
 }
 
