@@ -1,14 +1,19 @@
-// Compiles kernels/*.cu to one fatbin each, placed in OUT_DIR as <name>.fatbin, and writes OUT_DIR/fatbins.rs for src/gpu to include:
+// Compiles kernels/*.cu to one fatbin each, placed in OUT_DIR as <name>.fatbin, and writes OUT_DIR/fatbins.rs for
+// src/gpu to include:
 //   pub const FATBINS: &[(&str, &[u8])]    (name of the .cu file, fatbin), empty when built without nvcc
-//   pub const ARCHS: &[u32]               compute capabilities with machine code (90 for 9.0); PTX: u32, the one of the portable code
-//   pub const BUILT_WITH: &str             version of nvcc and the targets, or the sentence that says why there are no kernels
+//   pub const ARCHS: &[u32]               compute capabilities with machine code (90 for 9.0); PTX: u32, the one of the
+//   portable code
+//   pub const BUILT_WITH: &str             version of nvcc and the targets, or the sentence that says why there are no
+//   kernels
 //
 // nvcc is looked for in this order; the first that answers `--version` wins:
 //   1. $NVCC                      2. $CUDA_HOME/bin, $CUDA_PATH/bin
 //   3. nvcc on PATH               4. /usr/local/cuda/bin
 //   5. the folder filled by scripts/cuda-toolchain.sh: $CUDA_TOOLCHAIN_DIR, else <repo>/.cuda-toolchain
-// Without one the build succeeds, with a warning, and the program runs on the CPU only. VOLLEY_FATBIN_DIR=DIR skips the compiler and takes
-// DIR/<name>.fatbin (a build machine without nvcc). With the feature static-nccl, libnccl_static.a is linked from $NCCL_STATIC_DIR. CUDA_ARCHS="90a;120a" is the list of targets; PTX for compute_90 is always added, for newer chips.
+// Without one the build succeeds, with a warning, and the program runs on the CPU only. VOLLEY_FATBIN_DIR=DIR skips the
+// compiler and takes DIR/<name>.fatbin (a build machine without nvcc). With the feature static-nccl, libnccl_static.a
+// is linked from $NCCL_STATIC_DIR. CUDA_ARCHS="90a;120a" is the list of targets; PTX for compute_90 is always added,
+// for newer chips.
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -24,8 +29,16 @@ const NO_NVCC: &str = "built without CUDA kernels: no nvcc was found; install th
 fn main() {
     let root = PathBuf::from(env::var("CARGO_MANIFEST_DIR").unwrap());
     let out = PathBuf::from(env::var("OUT_DIR").unwrap());
-    for name in ["NVCC", "CUDA_HOME", "CUDA_PATH", "CUDA_TOOLCHAIN_DIR", "CUDA_ARCHS", "VOLLEY_FATBIN_DIR", "NVCC_CCBIN", "NCCL_STATIC_DIR"]
-    {
+    for name in [
+        "NVCC",
+        "CUDA_HOME",
+        "CUDA_PATH",
+        "CUDA_TOOLCHAIN_DIR",
+        "CUDA_ARCHS",
+        "VOLLEY_FATBIN_DIR",
+        "NVCC_CCBIN",
+        "NCCL_STATIC_DIR",
+    ] {
         println!("cargo:rerun-if-env-changed={name}");
     }
     println!("cargo:rerun-if-changed=build.rs");
@@ -76,8 +89,9 @@ fn fail(message: &str) -> ! {
     exit(1)
 }
 
-/// The standard library asks for GCC's unwinder as a shared library, libgcc_s. A linker script of that name, found first, takes it from the archives instead, so
-/// that the program needs glibc alone. Without GCC's archives the shared one stays.
+/// The standard library asks for GCC's unwinder as a shared library, libgcc_s. A linker script of that name, found
+/// first, takes it from the archives instead, so that the program needs glibc alone. Without GCC's archives the shared
+/// one stays.
 fn link_unwinder(out: &Path) {
     let archive = |name: &str| {
         let answer = Command::new("cc").arg(format!("-print-file-name={name}")).output().ok()?;
@@ -90,20 +104,27 @@ fn link_unwinder(out: &Path) {
     }
 }
 
-/// NCCL and what it needs beside glibc: the CUDA runtime and the C++ library, all from archives, so that the program needs no shared library of theirs.
+/// NCCL and what it needs beside glibc: the CUDA runtime and the C++ library, all from archives, so that the program
+/// needs no shared library of theirs.
 fn link_nccl(root: &Path) {
     let cure = "set NCCL_STATIC_DIR to the folder of libnccl_static.a (package libnccl-dev, or NCCL's own build)";
-    let nccl = env::var_os("NCCL_STATIC_DIR").map(PathBuf::from).unwrap_or_else(|| fail(&format!("feature static-nccl: {cure}")));
+    let nccl = env::var_os("NCCL_STATIC_DIR")
+        .map(PathBuf::from)
+        .unwrap_or_else(|| fail(&format!("feature static-nccl: {cure}")));
     let cuda = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(env::var_os).map(PathBuf::from);
     let toolchain = env::var_os("CUDA_TOOLCHAIN_DIR").map_or(root.join(".cuda-toolchain"), PathBuf::from);
     let cuda = cuda.chain([toolchain, "/usr/local/cuda".into()]).flat_map(|dir| [dir.join("lib64"), dir.join("lib")]);
     let compiler = env::var_os("CXX").unwrap_or("g++".into());
-    let cxx =
-        Command::new(compiler).arg("-print-file-name=libstdc++.a").output().map(|o| String::from_utf8_lossy(&o.stdout).trim().to_string());
+    let cxx = Command::new(compiler)
+        .arg("-print-file-name=libstdc++.a")
+        .output()
+        .map(|o| String::from_utf8_lossy(&o.stdout).trim().to_string());
     let cxx = cxx.ok().and_then(|p| Path::new(&p).parent().map(Path::to_path_buf));
     let folders: Vec<PathBuf> = [nccl].into_iter().chain(cuda).chain(cxx).collect();
     // All of NCCL: its kernels are registered by objects that nothing refers to.
-    for (library, modifiers) in [("nccl_static", "+whole-archive,-bundle"), ("cudart_static", "-bundle"), ("stdc++", "-bundle")] {
+    for (library, modifiers) in
+        [("nccl_static", "+whole-archive,-bundle"), ("cudart_static", "-bundle"), ("stdc++", "-bundle")]
+    {
         let file = format!("lib{library}.a");
         let Some(folder) = folders.iter().find(|folder| folder.join(&file).is_file()) else {
             let looked: Vec<String> = folders.iter().map(|f| f.display().to_string()).collect();
@@ -129,10 +150,12 @@ fn files(dir: &Path, extensions: &[&str]) -> Vec<PathBuf> {
 /// nvcc's path and version line.
 fn find_nvcc(root: &Path) -> Option<(PathBuf, String)> {
     let mut candidates: Vec<PathBuf> = env::var_os("NVCC").map(PathBuf::from).into_iter().collect();
-    candidates.extend(["CUDA_HOME", "CUDA_PATH"].iter().filter_map(env::var_os).map(|d| Path::new(&d).join("bin/nvcc")));
+    candidates
+        .extend(["CUDA_HOME", "CUDA_PATH"].iter().filter_map(env::var_os).map(|d| Path::new(&d).join("bin/nvcc")));
     candidates.extend(env::split_paths(&env::var_os("PATH").unwrap_or_default()).map(|d| d.join("nvcc")));
     candidates.push("/usr/local/cuda/bin/nvcc".into());
-    candidates.push(env::var_os("CUDA_TOOLCHAIN_DIR").map_or(root.join(".cuda-toolchain"), PathBuf::from).join("bin/nvcc"));
+    candidates
+        .push(env::var_os("CUDA_TOOLCHAIN_DIR").map_or(root.join(".cuda-toolchain"), PathBuf::from).join("bin/nvcc"));
     candidates.iter().find_map(|p| {
         // Links are resolved first: the pip layout finds its headers beside the real binary only.
         let p = fs::canonicalize(p).ok()?;
@@ -150,8 +173,10 @@ fn wanted_archs() -> Vec<String> {
 
 /// `CUDA_ARCHS` as far as this nvcc knows them: a newer list must not break an older toolkit.
 fn targets(nvcc: &Path) -> Vec<String> {
-    let known =
-        Command::new(nvcc).arg("--list-gpu-arch").output().unwrap_or_else(|e| fail(&format!("{} --list-gpu-arch: {e}", nvcc.display())));
+    let known = Command::new(nvcc)
+        .arg("--list-gpu-arch")
+        .output()
+        .unwrap_or_else(|e| fail(&format!("{} --list-gpu-arch: {e}", nvcc.display())));
     let known = String::from_utf8_lossy(&known.stdout).into_owned();
     let mut kept = vec![];
     for arch in wanted_archs() {
@@ -164,7 +189,8 @@ fn targets(nvcc: &Path) -> Vec<String> {
     kept
 }
 
-/// One fatbin per source, two at a time. A fatbin is kept until its source, a header, a flag, a target or nvcc changes: <name>.key holds the hash.
+/// One fatbin per source, two at a time. A fatbin is kept until its source, a header, a flag, a target or nvcc changes:
+/// <name>.key holds the hash.
 fn compile(nvcc: &Path, version: &str, targets: &[String], sources: &[PathBuf], headers: &[PathBuf], out: &Path) {
     let mut common = DefaultHasher::new();
     (version, targets, FLAGS, env::var_os("NVCC_CCBIN")).hash(&mut common);

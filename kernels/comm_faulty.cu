@@ -1,5 +1,5 @@
-// The collectives of comm.cu with faults that tests and doctor plant: words to a peer dropped, zeroed, flipped, or late (CommRanks::fault). Kernels of their own,
-// so that those in use have no branches for it.
+// The collectives of comm.cu with faults that tests and doctor plant: words to a peer dropped, zeroed, flipped, or late
+// (CommRanks::fault). Kernels of their own, so that those in use have no branches for it.
 #include "comm.cuh"
 
 COLLECTIVE(all_reduce_push_faulty, AllReduceParams, 256) { push<true>(p); }

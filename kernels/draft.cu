@@ -1,12 +1,14 @@
-// Makes drafts for the next verify pass: draft_choose takes one from a drafter's logits, ngram_draft copies what followed the longest earlier match of the
-// history's end. Both write State.drafts, n_drafts and rows; a wrong draft costs time, never a token. Noise, keys and block sums are in sample.cuh.
+// Makes drafts for the next verify pass: draft_choose takes one from a drafter's logits, ngram_draft copies what
+// followed the longest earlier match of the history's end. Both write State.drafts, n_drafts and rows; a wrong draft
+// costs time, never a token. Noise, keys and block sums are in sample.cuh.
 #include "sample.cuh"
 
 namespace {
 
 constexpr int kDraftThreads = 256;
 
-// The sequence can take `room` more tokens and a pass gives one more than it has drafts, so more drafts than room - 1 are of no use.
+// The sequence can take `room` more tokens and a pass gives one more than it has drafts, so more drafts than room - 1
+// are of no use.
 __device__ __forceinline__ void set_drafts(State& s, const SamplingParams& o, int n) {
   s.n_drafts = max(0, min(n, room_left(s, o) - 1));
   s.rows = 1 + s.n_drafts;
@@ -14,9 +16,10 @@ __device__ __forceinline__ void set_drafts(State& s, const SamplingParams& o, in
 
 }  // namespace
 
-// argmax over the draft ids of z + g, z = (l - max l) / T, g being the noise with which the target will choose that same position; at temperature 0 of l,
-// which the head's maxima tell: block 0 alone. Ties: lower id. (The target's top-k, top-p and penalties are not applied.) An id a thread in turns; the last
-// block takes the best. sample_choose explains `bound`.
+// argmax over the draft ids of z + g, z = (l - max l) / T, g being the noise with which the target will choose that
+// same position; at temperature 0 of l, which the head's maxima tell: block 0 alone. Ties: lower id. (The target's
+// top-k, top-p and penalties are not applied.) An id a thread in turns; the last block takes the best. sample_choose
+// explains `bound`.
 KERNEL(draft_choose, DraftParams, kDraftThreads) {
   pdl_launch_dependents();
   const SamplingParams o = load_front<3>(p.options);
@@ -48,33 +51,34 @@ KERNEL(draft_choose, DraftParams, kDraftThreads) {
   }
   if (threadIdx.x != 0) return;
   p.scratch->best = 0;
-  const unsigned i = best ? id_of(best) : 0;                    // no finite logit: any draft will do
+  const unsigned i = best ? id_of(best) : 0;  // no finite logit: any draft will do
   const int draft = i < (unsigned)p.vocab ? (int)i : 0;
   s.drafts[p.index] = p.target_ids ? p.target_ids[draft] : draft;
   if (p.index == p.n_drafts - 1) set_drafts(s, *p.options, p.n_drafts);
 }
 
-// For each place in the history, how many tokens up to it equal the history's last ones, max_n at most; the longest wins, of equals the most recent. What
-// followed it is copied, and where the copy reaches the history's end it goes on with the drafts themselves: a loop is drafted as a loop.
+// For each place in the history, how many tokens up to it equal the history's last ones, max_n at most; the longest
+// wins, of equals the most recent. What followed it is copied, and where the copy reaches the history's end it goes on
+// with the drafts themselves: a loop is drafted as a loop.
 KERNEL(ngram_draft, NgramParams, kDraftThreads) {
   pdl_launch_dependents();
   pdl_wait();
   __shared__ u64 warp_best[kDraftThreads / 32];
   __shared__ unsigned flag;
-  __shared__ int end_tokens[32];                                // the history's last, newest first
+  __shared__ int end_tokens[32];  // the history's last, newest first
   State& s = *p.state;
   if (s.done) return;
   const int n = s.history_length, max_n = min(min(p.max_n, 32), n - 1);
 #ifdef PLANT_OFF_BY_ONE
   const int n_places = n - 2;
 #else
-  const int n_places = n - 1;                                   // the end itself is none
+  const int n_places = n - 1;  // the end itself is none
 #endif
   if ((int)threadIdx.x < max_n) end_tokens[threadIdx.x] = p.history[n - 1 - threadIdx.x];
 #ifndef PLANT_MISSING_BARRIER
   __syncthreads();
 #endif
-  u64 best = 0;                                                 // length << 32 | place
+  u64 best = 0;  // length << 32 | place
   for (int at = blockIdx.x * kDraftThreads + threadIdx.x; at < n_places; at += gridDim.x * kDraftThreads) {
     int length = 0;
     while (length < max_n && length <= at && p.history[at - length] == end_tokens[length]) length++;
@@ -103,7 +107,7 @@ KERNEL(draft_begin, DraftBeginParams, 32) {
   if (n != 0) return;
   p.draft->start = start;
   p.draft->rows = rows;
-  p.draft->last = max(rows - 1, 0);   // a finished sequence has no new row: any will do
+  p.draft->last = max(rows - 1, 0);  // a finished sequence has no new row: any will do
   p.draft->one = 1;
   p.state->draft_length = start + rows;
 }

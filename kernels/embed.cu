@@ -1,5 +1,6 @@
-// Embedding: x[i] = row tokens[i] of the table, gathered from the re-tiled layout, so that a tied head needs one copy of the table; and what the first norm needs.
-// Grid: one block of 128 threads per row; a thread moves 16 elements of K at a time, as pairs that lie 4 bytes each in 16-byte words.
+// Embedding: x[i] = row tokens[i] of the table, gathered from the re-tiled layout, so that a tied head needs one copy
+// of the table; and what the first norm needs. Grid: one block of 128 threads per row; a thread moves 16 elements of K
+// at a time, as pairs that lie 4 bytes each in 16-byte words.
 #include "linear_row.cuh"
 
 namespace {
@@ -8,11 +9,14 @@ __device__ __forceinline__ void embed_body(const EmbedParams& p) {
   pdl_wait();
   const int row = blockIdx.x;
   if (row >= (p.n_rows ? min(*p.n_rows, p.rows) : p.rows)) return;
-  const int token = p.tokens ? p.tokens[(p.start ? *p.start : 0) + p.offset + row] : row == 0 ? p.state->root : p.state->drafts[row - 1];
-  const unsigned* table = reinterpret_cast<const unsigned*>(p.table);   // pairs of elements
+  const int token = p.tokens   ? p.tokens[(p.start ? *p.start : 0) + p.offset + row]
+                    : row == 0 ? p.state->root
+                               : p.state->drafts[row - 1];
+  const unsigned* table = reinterpret_cast<const unsigned*>(p.table);  // pairs of elements
   const int k_blocks = k_blocks_of(p.hidden);
   auto gather = [&](int k) {
-    return make_uint4(table[retiled_index(token, k, k_blocks) / 2], table[retiled_index(token, k + 2, k_blocks) / 2], table[retiled_index(token, k + 4, k_blocks) / 2],
+    return make_uint4(table[retiled_index(token, k, k_blocks) / 2], table[retiled_index(token, k + 2, k_blocks) / 2],
+                      table[retiled_index(token, k + 4, k_blocks) / 2],
                       table[retiled_index(token, k + 6, k_blocks) / 2]);
   };
   for (int tile = threadIdx.x; tile < p.hidden / 16; tile += blockDim.x) {

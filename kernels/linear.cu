@@ -1,14 +1,19 @@
-// Linear layers of a decode or verify pass: out[m][n] = epilogue(inv[m] * sum over k of w[n][k] * x[m][k]) for 1 to 16 rows m.
+// Linear layers of a decode or verify pass: out[m][n] = epilogue(inv[m] * sum over k of w[n][k] * x[m][k]) for 1 to 16
+// rows m.
 //
-// All time is weight streaming and waiting for the kernel before, so the kernel is built around loads in flight and a short way from the dependency wait to the last store.
-// Weights are the 16-row operand of the mma, rows of the pass its 8 columns: 1 to 8 rows cost the same bytes. A block takes tiles of 16 rows, blockIdx.x, + gridDim.x, ...;
-// each of its warps has one segment of K. A lane keeps kAhead units of weights in flight in registers, from before the dependency wait on, and of x, which L1 has, those of
-// kXAhead units; it asks for the next tile's before the block adds up the present one. A warp leaves its segment's sum in shared memory; then one thread per output adds the
-// segments in ascending order. Segments belong to the weight (params.h), so all widths give the same bits, and linear_prefill too.
-// RMSNorm costs the K loop nothing: x comes as bf16(x * norm) with the squares of its tiles (params.h); one warp a row makes inv from them while others stream.
+// All time is weight streaming and waiting for the kernel before, so the kernel is built around loads in flight and a
+// short way from the dependency wait to the last store. Weights are the 16-row operand of the mma, rows of the pass its
+// 8 columns: 1 to 8 rows cost the same bytes. A block takes tiles of 16 rows, blockIdx.x, + gridDim.x, ...; each of its
+// warps has one segment of K. A lane keeps kAhead units of weights in flight in registers, from before the dependency
+// wait on, and of x, which L1 has, those of kXAhead units; it asks for the next tile's before the block adds up the
+// present one. A warp leaves its segment's sum in shared memory; then one thread per output adds the segments in
+// ascending order. Segments belong to the weight (params.h), so all widths give the same bits, and linear_prefill too.
+// RMSNorm costs the K loop nothing: x comes as bf16(x * norm) with the squares of its tiles (params.h); one warp a row
+// makes inv from them while others stream.
 //
-// Shared memory: partial [2][8 segments][kColumns][32 lanes] float4. A lane's float4 lies at slot t * 8 + (g + 2t) % 8, so that both its
-// store and the adding warps' reads (warp q of four a tile-column: t = q, one float a lane) are free of bank conflicts. With two buffers a tile needs one barrier.
+// Shared memory: partial [2][8 segments][kColumns][32 lanes] float4. A lane's float4 lies at slot t * 8 + (g + 2t) % 8,
+// so that both its store and the adding warps' reads (warp q of four a tile-column: t = q, one float a lane) are free
+// of bank conflicts. With two buffers a tile needs one barrier.
 #include <type_traits>
 #include "format.cuh"
 #include "linear_row.cuh"
@@ -19,17 +24,19 @@ namespace {
 template <class F, int kColumns, int kAhead, int kXAhead, int kParts>
 __device__ __forceinline__ void linear(const LinearParams& p) {
   constexpr int kWarps = kSegments;
-  constexpr int kAdders = kColumns * 4;               // warps that add up outputs, one output a thread
+  constexpr int kAdders = kColumns * 4;  // warps that add up outputs, one output a thread
   constexpr int kSegmentBytes = kColumns * 512, kBufferBytes = kSegments * kSegmentBytes;
-  constexpr int kRowsAWarp = (kColumns * 8 + kWarps - 1) / kWarps;   // rows whose inv a warp makes: warp, + kWarps
+  constexpr int kRowsAWarp = (kColumns * 8 + kWarps - 1) / kWarps;  // rows whose inv a warp makes: warp, + kWarps
   static_assert(kAdders <= kWarps, "one output a thread");
   static_assert(kAhead % kXAhead == 0, "a unit's place among those of x is known to the compiler");
   SHARED(float4, partial, [2][kSegments][kColumns][32]);
   SHARED(float, inverse, [kParts][kColumns * 8]);
   SHARED(float, best, [kAdders * 32]);
   SHARED(int, best_id, [kAdders * 32]);
-  pdl_launch_dependents();   // first: a successor takes a microsecond to start, and all blocks of this kernel are resident or done by then
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;   // the shuffle tells the compiler: uniform
+  pdl_launch_dependents();  // first: a successor takes a microsecond to start, and all blocks of this kernel are
+                            // resident or done by then
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2,
+            t = lane & 3;  // the shuffle tells the compiler: uniform
   const int n_tiles = p.n_tiles;
 
   // This warp's segment of a part: units first .. first + n_mine of K.
@@ -37,7 +44,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   const char* weights = nullptr;
   const float* scales = nullptr;
   const bf16* x[kColumns];
-  int n_x[kColumns];         // of my units' 32-k words, those in which this lane's 8 k of this row exist
+  int n_x[kColumns];  // of my units' 32-k words, those in which this lane's 8 k of this row exist
   SharedAddress slot = shared_address(&partial[0][warp][0][t * 8 + ((g + 2 * t) & 7)]);
   auto enter_part = [&](int i) {
     const LinearPart& part = p.part[i];
@@ -58,7 +65,8 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   };
   typename F::Held held[kAhead];
   uint4 in[kXAhead][kColumns][F::kWords] = {};
-  // Start the loads of unit u from where the pointers stand, of which `left` are mine from there on. What is not there of x keeps what it had, and meets weights of 0.
+  // Start the loads of unit u from where the pointers stand, of which `left` are mine from there on. What is not there
+  // of x keeps what it had, and meets weights of 0.
   auto fetch = [&](int slot, int u, int left) {
     if (u < left) F::load(held[slot], weights + u * F::kUnitBytes, scales + u * F::kScales, lane);
   };
@@ -67,21 +75,28 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
     for (int c = 0; c < kColumns; c++)
 #pragma unroll
       for (int w = 0; w < F::kWords; w++)
-        if (u * F::kWords + w < n_x[c]) in[slot][c][w] = load_activations(reinterpret_cast<const uint4*>(x[c] + u * F::kK + w * 32));
+        if (u * F::kWords + w < n_x[c])
+          in[slot][c][w] = load_activations(reinterpret_cast<const uint4*>(x[c] + u * F::kK + w * 32));
   };
   // The output of an adding thread: row `row` of the pass, row n of the weights, or column j of a gated output.
-  struct Output { bool wanted; int row, n, j; };
+  struct Output {
+    bool wanted;
+    int row, n, j;
+  };
   auto output_of = [&](int thread, int tile) {
     const int l = thread & 31, w = thread >> 5, m = w / 4 * 8 + 2 * (w & 3) + (l & 1);
-    return Output{w < kAdders && m < p.rows && tile < n_tiles, m, tile * 16 + (l >> 2) + 8 * ((l & 3) >> 1), tile * 8 + (l >> 2)};
+    return Output{w < kAdders && m < p.rows && tile < n_tiles, m, tile * 16 + (l >> 2) + 8 * ((l & 3) >> 1),
+                  tile * 8 + (l >> 2)};
   };
-  // What an output needs besides the sums is loaded early, constants before the dependency wait; raw, since a conversion here would wait for it.
+  // What an output needs besides the sums is loaded early, constants before the dependency wait; raw, since a
+  // conversion here would wait for it.
   unsigned short next_norm = 0, bias = 0;
   float row_scale = 1;
   auto fetch_constants = [&](int tile) {
     const Output o = output_of(threadIdx.x, tile);
     if (!o.wanted) return;
-    if (std::is_same<F, Fp8Rows>::value) row_scale = __uint_as_float(load_weights(reinterpret_cast<const uint32_t*>(p.row_scales + o.n)));
+    if (std::is_same<F, Fp8Rows>::value)
+      row_scale = __uint_as_float(load_weights(reinterpret_cast<const uint32_t*>(p.row_scales + o.n)));
     if (o.n >= p.n) return;
     if (p.next_norm) next_norm = load_constant_bits(p.next_norm + o.n);
     if (p.bias) bias = load_constant_bits(p.bias + o.n);
@@ -96,7 +111,10 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
     for (int u = 0; u < kAhead; u++) fetch(u, u, n_mine);
     fetch_constants(blockIdx.x);
   }
-  if (p.max_value && warp < kAdders) { best[threadIdx.x] = -INFINITY; best_id[threadIdx.x] = 0x7fffffff; }
+  if (p.max_value && warp < kAdders) {
+    best[threadIdx.x] = -INFINITY;
+    best_id[threadIdx.x] = 0x7fffffff;
+  }
   auto enter_residual = [&](int tile) {
     const Output o = output_of(threadIdx.x, tile);
     reads_residual = p.epilogue == kEpilogueResidual && o.wanted && o.n < p.n;
@@ -104,7 +122,10 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   };
   enter_residual(blockIdx.x);
 #pragma unroll
-  for (int c = 0; c < kColumns; c++) { have_now(x[c]); have_now(n_x[c]); }
+  for (int c = 0; c < kColumns; c++) {
+    have_now(x[c]);
+    have_now(n_x[c]);
+  }
   have_now(slot);
   have_now(residual_at);
   pdl_wait();
@@ -137,7 +158,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
           if (m >= p.rows) continue;
           const float* squares = part.squares + (size_t)(row_shift + m) * ((part.x_stride + 15) / 16) + lane;
 #pragma unroll 1
-          for (int tile = 0; tile < tiles; tile += 256) {   // 8 loads at once: they come from L2
+          for (int tile = 0; tile < tiles; tile += 256) {  // 8 loads at once: they come from L2
             float v[8];
 #pragma unroll
             for (int u = 0; u < 8; u++) v[u] = tile + u * 32 + lane < tiles ? squares[tile + u * 32] : 0.0f;
@@ -167,7 +188,10 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
         weights += kAhead * F::kUnitBytes;
         scales += kAhead * F::kScales;
 #pragma unroll
-        for (int c = 0; c < kColumns; c++) { x[c] += kAhead * F::kK; n_x[c] -= kAhead * F::kWords; }
+        for (int c = 0; c < kColumns; c++) {
+          x[c] += kAhead * F::kK;
+          n_x[c] -= kAhead * F::kWords;
+        }
       }
       if (n_mine > 0) {
 #pragma unroll
@@ -181,10 +205,13 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
             if (lane == 0) inverse[i][warp + j * kWarps] = inverse_rms(total, part.k, part.eps);
           }
       }
-      if (kParts == 1) {   // back to my first unit
+      if (kParts == 1) {  // back to my first unit
         const int done = (max(n_units, 0) + kAhead - 1) / kAhead * kAhead;
 #pragma unroll
-        for (int c = 0; c < kColumns; c++) { x[c] -= done * F::kK; n_x[c] += done * F::kWords; }
+        for (int c = 0; c < kColumns; c++) {
+          x[c] -= done * F::kK;
+          n_x[c] += done * F::kWords;
+        }
       }
       // The next loads start before this sum is added up.
       const int next_tile = last_part ? tile + gridDim.x : tile;
@@ -197,7 +224,8 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
       const int thread = thread_index_anew();
       const Output o = output_of(thread, tile);
       const int quarter = (thread >> 5) & 3, out_g = (thread & 31) >> 2;
-      SharedAddress sums = shared_address(&partial[0][0][0][0]) + buffer_offset + (thread >> 7) % kColumns * 512 + (quarter * 8 + ((out_g + 2 * quarter) & 7)) * 16 + (thread & 3) * 4;
+      SharedAddress sums = shared_address(&partial[0][0][0][0]) + buffer_offset + (thread >> 7) % kColumns * 512 +
+                           (quarter * 8 + ((out_g + 2 * quarter) & 7)) * 16 + (thread & 3) * 4;
       SharedAddress inverse_at = shared_address(&inverse[i][0]) + o.row * 4;
       have_now(sums);
       have_now(inverse_at);
@@ -220,15 +248,20 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
         if (last_part) {
           if (p.epilogue == kEpilogueSilu) {
             const float up = __shfl_xor_sync(0xffffffffu, y, 2);
-            if (o.wanted && (thread & 2) == 0 && o.j < p.n) p.out[(size_t)o.row * p.out_stride + o.j] = __float2bfloat16(__fmul_rn(silu(y), up));
+            if (o.wanted && (thread & 2) == 0 && o.j < p.n)
+              p.out[(size_t)o.row * p.out_stride + o.j] = __float2bfloat16(__fmul_rn(silu(y), up));
           } else {
             const bool stores = o.wanted && o.n < p.n;
             float v = 0;
             if (stores) {
               if (p.bias) y = __fadd_rn(y, bf16_low(bias));
               v = store_output(p, o.row, o.n, y, residual);
-              if (p.next_norm) p.normed[(size_t)o.row * p.out_stride + o.n] = __float2bfloat16(__fmul_rn(v, bf16_low(next_norm)));
-              if (p.max_value && y > best[thread]) { best[thread] = y; best_id[thread] = o.n; }   // n ascends: ties keep the lowest
+              if (p.next_norm)
+                p.normed[(size_t)o.row * p.out_stride + o.n] = __float2bfloat16(__fmul_rn(v, bf16_low(next_norm)));
+              if (p.max_value && y > best[thread]) {
+                best[thread] = y;
+                best_id[thread] = o.n;
+              }  // n ascends: ties keep the lowest
             }
             if (p.next_norm) {
               v = square(v);
@@ -239,7 +272,10 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
           }
         }
       }
-      if (last_part && next_tile < n_tiles) { fetch_constants(next_tile); enter_residual(next_tile); }
+      if (last_part && next_tile < n_tiles) {
+        fetch_constants(next_tile);
+        enter_residual(next_tile);
+      }
       buffer_offset ^= kBufferBytes;
     }
   }
@@ -250,9 +286,12 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
     if (m < p.rows) {
       float top = -INFINITY;
       int top_id = 0x7fffffff;
-      for (int j = 0; j < 16; j++) {   // row j of a tile
+      for (int j = 0; j < 16; j++) {  // row j of a tile
         const int at = ((m >> 3) * 4 + ((m & 7) >> 1)) * 32 + (j & 7) * 4 + (j >> 3) * 2 + (m & 1);
-        if (best[at] > top || (best[at] == top && best_id[at] < top_id)) { top = best[at]; top_id = best_id[at]; }
+        if (best[at] > top || (best[at] == top && best_id[at] < top_id)) {
+          top = best[at];
+          top_id = best_id[at];
+        }
       }
       p.max_value[(size_t)m * gridDim.x + blockIdx.x] = top;
       p.max_id[(size_t)m * gridDim.x + blockIdx.x] = top_id;
@@ -261,8 +300,8 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 }
 }  // namespace
 
-// linear_m<most rows>[_<format>]; linear_two takes two parts and up to 16 rows. Launched with min(n_tiles, 2 blocks per SM) blocks of 8 warps; 16 warps, 4 warps, three blocks a SM
-// and two tiles at once are slower (docs/measurements.md).
+// linear_m<most rows>[_<format>]; linear_two takes two parts and up to 16 rows. Launched with min(n_tiles, 2 blocks per
+// SM) blocks of 8 warps; 16 warps, 4 warps, three blocks a SM and two tiles at once are slower (docs/measurements.md).
 #define LINEAR(name, format, columns, ahead, x_ahead, parts) \
   KERNEL(name, LinearParams, kSegments * 32, 2) { linear<format, columns, ahead, x_ahead, parts>(p); }
 LINEAR(linear_m8, Bf16, 1, 6, 6, 1)

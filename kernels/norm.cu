@@ -1,7 +1,8 @@
-// norm_rows, for prefill: normed = bf16(x * weight) and inv = 1 / sqrt(mean(x^2) + eps) per row; linear_prefill multiplies its sums by inv. In decode the producers
-// of a row write normed and squares themselves (linear.cu, embed.cu), to the same bits. norm_step, where a norm is a step of its own: normed = x * inv * weight.
-// x is a residual stream in f32, or bf16 features of the target.
-// Grid of both: ceil(rows / 8) blocks of 256 threads, one warp a row; a lane takes tiles of 16 columns.
+// norm_rows, for prefill: normed = bf16(x * weight) and inv = 1 / sqrt(mean(x^2) + eps) per row; linear_prefill
+// multiplies its sums by inv. In decode the producers of a row write normed and squares themselves (linear.cu,
+// embed.cu), to the same bits. norm_step, where a norm is a step of its own: normed = x * inv * weight. x is a residual
+// stream in f32, or bf16 features of the target. Grid of both: ceil(rows / 8) blocks of 256 threads, one warp a row; a
+// lane takes tiles of 16 columns.
 #include "linear_row.cuh"
 
 namespace {
@@ -10,7 +11,8 @@ __device__ __forceinline__ int row_of(const NormParams& p) {
   const int row = blockIdx.x * 8 + (threadIdx.x >> 5);
   return row < (p.n_rows ? min(*p.n_rows, p.rows) : p.rows) ? row : -1;
 }
-template <class X> __device__ __forceinline__ void norm_rows_body(const NormParams& p) {
+template <class X>
+__device__ __forceinline__ void norm_rows_body(const NormParams& p) {
   pdl_launch_dependents();
   pdl_wait();
   const int row = row_of(p), lane = threadIdx.x & 31;
@@ -28,7 +30,8 @@ template <class X> __device__ __forceinline__ void norm_rows_body(const NormPara
   sum = warp_sum(sum);
   if (lane == 0) p.inv[row] = inverse_rms(sum, p.k, p.eps);
 }
-template <class X, class Y> __device__ __forceinline__ void norm_step_body(const NormParams& p) {
+template <class X, class Y>
+__device__ __forceinline__ void norm_step_body(const NormParams& p) {
   pdl_launch_dependents();
   pdl_wait();
   const int row = row_of(p), lane = threadIdx.x & 31;

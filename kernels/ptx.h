@@ -1,19 +1,23 @@
-// The only place with inline PTX: each instruction is a named function, with a twin for the CPU shim (shim/cuda_cpu.h) below it. Also here: what
-// nvcc and the shim spell differently (KERNEL, DYN_SMEM, bf16). Included first by every .cu file; reductions and layouts are in common.cuh.
+// The only place with inline PTX: each instruction is a named function, with a twin for the CPU shim (shim/cuda_cpu.h)
+// below it. Also here: what nvcc and the shim spell differently (KERNEL, DYN_SMEM, bf16). Included first by every .cu
+// file; reductions and layouts are in common.cuh.
 //
-// Programmatic dependent launch, the rules for every kernel: (1) issue the first weight loads, (2) pdl_launch_dependents, (3) pdl_wait, (4) touch
-// activations, KV, State. Before pdl_wait only weights and constants may be read and nothing may be written. Every thread of every block calls pdl_wait,
-// also in blocks without work: a successor takes "my predecessor is done" to mean "all before it are done". Activations are never read through
+// Programmatic dependent launch, the rules for every kernel: (1) issue the first weight loads, (2)
+// pdl_launch_dependents, (3) pdl_wait, (4) touch activations, KV, State. Before pdl_wait only weights and constants may
+// be read and nothing may be written. Every thread of every block calls pdl_wait, also in blocks without work: a
+// successor takes "my predecessor is done" to mean "all before it are done". Activations are never read through
 // load_weights (ld.global.nc), __ldg, or a const __restrict__ pointer: the compiler may move such loads above the wait.
 #pragma once
 #ifdef CPU_SHIM
-#include "shim/cuda_cpu.h"
+  #include "shim/cuda_cpu.h"
 #else
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <stdint.h>
-#define DYN_SMEM(type, name) extern __shared__ __align__(16) unsigned char dynamic_shared_memory[]; type* name = reinterpret_cast<type*>(dynamic_shared_memory)
-#define SHARED(type, name, ...) __shared__ __align__(16) type name __VA_ARGS__
+  #include <cuda_bf16.h>
+  #include <cuda_fp16.h>
+  #include <stdint.h>
+  #define DYN_SMEM(type, name)                                             \
+    extern __shared__ __align__(16) unsigned char dynamic_shared_memory[]; \
+    type* name = reinterpret_cast<type*>(dynamic_shared_memory)
+  #define SHARED(type, name, ...) __shared__ __align__(16) type name __VA_ARGS__
 #endif
 // Shared memory: SHARED(float, partial, [8][32]); and, sized at launch, DYN_SMEM(uint4, ring).
 
@@ -22,20 +26,26 @@ typedef __nv_bfloat16 bf16;
 // A kernel that Rust may ask for by name: KERNEL(linear_m8, LinearParams, 512) { linear<..>(p); }
 // Arguments after the params type are those of __launch_bounds__. Templates behind it live in an anonymous namespace.
 #ifdef CPU_SHIM
-#define CPU_FIRST(a, ...) a
-#define KERNEL(name, Params, ...)                                                                               \
-  extern "C" void name(const Params p);                                                                         \
-  static cpu::Register register_##name(#name, CPU_FIRST(__VA_ARGS__, 0), sizeof(Params), [](const void* a) { name(*static_cast<const Params*>(a)); }); \
-  extern "C" void name(const Params p)
-// A collective: its params hold a CommRanks `comm`, and its ranks' launches run together.
-#define COLLECTIVE(name, Params, ...)                                                                                                                    \
-  extern "C" void name(const Params p);                                                                                                                  \
-  static cpu::Register register_##name(#name, CPU_FIRST(__VA_ARGS__, 0), sizeof(Params), [](const void* a) { name(*static_cast<const Params*>(a)); },    \
-                                       [](const void* a) { const auto& c = static_cast<const Params*>(a)->comm; return cpu::Group{c.window[0], c.poison, c.ranks}; }); \
-  extern "C" void name(const Params p)
+  #define CPU_FIRST(a, ...) a
+  #define KERNEL(name, Params, ...)                                                                    \
+    extern "C" void name(const Params p);                                                              \
+    static cpu::Register register_##name(#name, CPU_FIRST(__VA_ARGS__, 0), sizeof(Params),             \
+                                         [](const void* a) { name(*static_cast<const Params*>(a)); }); \
+    extern "C" void name(const Params p)
+  // A collective: its params hold a CommRanks `comm`, and its ranks' launches run together.
+  #define COLLECTIVE(name, Params, ...)                                                                                \
+    extern "C" void name(const Params p);                                                                              \
+    static cpu::Register register_##name(                                                                              \
+        #name, CPU_FIRST(__VA_ARGS__, 0), sizeof(Params), [](const void* a) { name(*static_cast<const Params*>(a)); }, \
+        [](const void* a) {                                                                                            \
+          const auto& c = static_cast<const Params*>(a)->comm;                                                         \
+          return cpu::Group{c.window[0], c.poison, c.ranks};                                                           \
+        });                                                                                                            \
+    extern "C" void name(const Params p)
 #else
-#define COLLECTIVE KERNEL
-#define KERNEL(name, Params, ...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__) name(const __grid_constant__ Params p)
+  #define COLLECTIVE KERNEL
+  #define KERNEL(name, Params, ...) \
+    extern "C" __global__ void __launch_bounds__(__VA_ARGS__) name(const __grid_constant__ Params p)
 #endif
 
 // ---- programmatic dependent launch ----
@@ -50,7 +60,8 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
-// threadIdx.x, read anew: for code after a long loop, so that what follows from it is not held in registers through the loop.
+// threadIdx.x, read anew: for code after a long loop, so that what follows from it is not held in registers through the
+// loop.
 __device__ __forceinline__ int thread_index_anew() {
 #ifdef CPU_SHIM
   return threadIdx.x;
@@ -61,22 +72,25 @@ __device__ __forceinline__ int thread_index_anew() {
 #endif
 }
 
-// Asks the compiler for v in a register here, so that work does not slip behind a wait or a barrier, onto the way that others wait for (ptxas may still move some
-// of it). A pointer comes out without its address space: only for those that the loads of this file take.
+// Asks the compiler for v in a register here, so that work does not slip behind a wait or a barrier, onto the way that
+// others wait for (ptxas may still move some of it). A pointer comes out without its address space: only for those that
+// the loads of this file take.
 __device__ __forceinline__ void have_now(int& v) {
 #ifndef CPU_SHIM
   asm volatile("" : "+r"(v));
 #endif
 }
-template <class T> __device__ __forceinline__ void have_now(T*& v) {
+template <class T>
+__device__ __forceinline__ void have_now(T*& v) {
 #ifndef CPU_SHIM
   asm volatile("" : "+l"(v));
 #endif
 }
 
-// ---- shared memory by address: one register, computed once (on sm_90 the compiler otherwise rebuilds it at each use) ----
+// ---- shared memory by address: one register, computed once (on sm_90 the compiler otherwise rebuilds it at each use)
+// ----
 #ifdef CPU_SHIM
-typedef char* SharedAddress;   // counts bytes
+typedef char* SharedAddress;  // counts bytes
 #else
 typedef int SharedAddress;
 #endif
@@ -91,7 +105,8 @@ __device__ __forceinline__ void store_shared(SharedAddress at, const float (&v)[
 #ifdef CPU_SHIM
   std::memcpy(at, v, 16);
 #else
-  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+               : "memory");
 #endif
 }
 __device__ __forceinline__ float load_shared(SharedAddress at) {
@@ -113,7 +128,9 @@ __device__ __forceinline__ uint4 load_weights(const uint4* p) {
   return *p;
 #else
   uint4 r;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(p));
   return r;
 #endif
 }
@@ -152,11 +169,15 @@ __device__ __forceinline__ uint4 load_activations(const uint4* p) {
   return *p;
 #else
   uint4 r;
-  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(p)
+               : "memory");
   return r;
 #endif
 }
-// One number, so that nothing waits for it before it is used: a constant as raw bits (legal before pdl_wait), an activation (only after it).
+// One number, so that nothing waits for it before it is used: a constant as raw bits (legal before pdl_wait), an
+// activation (only after it).
 __device__ __forceinline__ unsigned short load_constant_bits(const bf16* p) {
 #ifdef CPU_SHIM
   return __bfloat16_as_ushort(*p);
@@ -175,7 +196,8 @@ __device__ __forceinline__ float load_activation(const float* p) {
   return r;
 #endif
 }
-// Asks L2 for the 32 bytes at p. L2 is where all SMs meet, so this is legal before pdl_wait even for what earlier kernels may still write.
+// Asks L2 for the 32 bytes at p. L2 is where all SMs meet, so this is legal before pdl_wait even for what earlier
+// kernels may still write.
 __device__ __forceinline__ void prefetch_l2(const void* p) {
 #ifdef CPU_SHIM
   (void)p;
@@ -191,7 +213,8 @@ __device__ __forceinline__ void prefetch_l2(const void* p, unsigned bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 #endif
 }
-// Brings the line at p into L1, for loads that follow: a load whose result nobody waits for. Activations: only after pdl_wait.
+// Brings the line at p into L1, for loads that follow: a load whose result nobody waits for. Activations: only after
+// pdl_wait.
 __device__ __forceinline__ void touch(const void* p) {
 #ifdef CPU_SHIM
   (void)p;
@@ -210,7 +233,8 @@ __device__ __forceinline__ int load_current(const int* p) {
   return r;
 #endif
 }
-// atomicInc that releases what this thread, and before the last block barrier its block, wrote, and acquires what earlier arrivals released.
+// atomicInc that releases what this thread, and before the last block barrier its block, wrote, and acquires what
+// earlier arrivals released.
 __device__ __forceinline__ unsigned atomic_increment(unsigned* p, unsigned limit) {
 #ifdef CPU_SHIM
   return atomicInc(p, limit);
@@ -220,7 +244,8 @@ __device__ __forceinline__ unsigned atomic_increment(unsigned* p, unsigned limit
   return r;
 #endif
 }
-// A word in pinned host memory, or one that another block polls: everything this thread wrote before is visible to who sees the word.
+// A word in pinned host memory, or one that another block polls: everything this thread wrote before is visible to who
+// sees the word.
 __device__ __forceinline__ void store_release_system(unsigned* p, unsigned v) {
 #ifdef CPU_SHIM
   cpu::fence_system();
@@ -231,14 +256,15 @@ __device__ __forceinline__ void store_release_system(unsigned* p, unsigned v) {
 }
 
 // ---- between GPUs ----
-// Stores that other GPUs see, and loads of what they store or hold, past L1. Across PCIe 8 bytes arrive whole, 16 may arrive in two parts; what arrives when is
-// for flags, fences and values to say.
+// Stores that other GPUs see, and loads of what they store or hold, past L1. Across PCIe 8 bytes arrive whole, 16 may
+// arrive in two parts; what arrives when is for flags, fences and values to say.
 __device__ __forceinline__ void store_system(uint4* p, const uint4& v) {
 #ifdef CPU_SHIM
   cpu::store_system(p, v.x | (uint64_t)v.y << 32, 8);
   cpu::store_system(reinterpret_cast<char*>(p) + 8, v.z | (uint64_t)v.w << 32, 8);
 #else
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 #endif
 }
 __device__ __forceinline__ void store_system(unsigned* p, unsigned v) {
@@ -254,7 +280,10 @@ __device__ __forceinline__ uint4 load_system(const uint4* p) {
   return *p;
 #else
   uint4 r;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(p)
+               : "memory");
   return r;
 #endif
 }
@@ -267,7 +296,8 @@ __device__ __forceinline__ unsigned load_system(const unsigned* p) {
   return r;
 #endif
 }
-// What was stored before the word's release is visible to whoever sees it: this thread, and after a block barrier all of its block.
+// What was stored before the word's release is visible to whoever sees it: this thread, and after a block barrier all
+// of its block.
 __device__ __forceinline__ unsigned load_acquire_system(const unsigned* p) {
 #ifdef CPU_SHIM
   return *(const volatile unsigned*)p;
@@ -277,7 +307,8 @@ __device__ __forceinline__ unsigned load_acquire_system(const unsigned* p) {
   return r;
 #endif
 }
-// Every GPU sees what this thread wrote or saw before, and after a block barrier what its block did, before what it writes from here on.
+// Every GPU sees what this thread wrote or saw before, and after a block barrier what its block did, before what it
+// writes from here on.
 __device__ __forceinline__ void fence_system() {
 #ifdef CPU_SHIM
   cpu::fence_system();
@@ -308,7 +339,9 @@ __device__ __forceinline__ void copy_async(void* shared_to, const void* from, bo
 #ifdef CPU_SHIM
   cpu::copy_async(shared_to, from, 16, valid ? 16 : 0);
 #else
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((unsigned)__cvta_generic_to_shared(shared_to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((unsigned)__cvta_generic_to_shared(shared_to)),
+               "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
 #endif
 }
 __device__ __forceinline__ void copy_async_commit() {
@@ -319,7 +352,8 @@ __device__ __forceinline__ void copy_async_commit() {
 #endif
 }
 // Waits until at most `left` of this thread's newest groups are under way. Other threads see the bytes after a barrier.
-template <int left> __device__ __forceinline__ void copy_async_wait() {
+template <int left>
+__device__ __forceinline__ void copy_async_wait() {
 #ifdef CPU_SHIM
   cpu::wait_copies(left);
 #else
@@ -343,7 +377,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
 #ifdef CPU_SHIM
 __device__ __forceinline__ uint32_t bf16x2_each(uint32_t a, uint32_t b, float (*f)(float, float)) {
   const auto at = [](uint32_t w, int i) { return __uint_as_float(i ? w & 0xffff0000u : w << 16); };
-  return (uint32_t)__bfloat16_as_ushort(__float2bfloat16(f(at(a, 0), at(b, 0)))) | (uint32_t)__bfloat16_as_ushort(__float2bfloat16(f(at(a, 1), at(b, 1)))) << 16;
+  return (uint32_t)__bfloat16_as_ushort(__float2bfloat16(f(at(a, 0), at(b, 0)))) |
+         (uint32_t)__bfloat16_as_ushort(__float2bfloat16(f(at(a, 1), at(b, 1)))) << 16;
 }
 #endif
 __device__ __forceinline__ uint32_t bf16x2_mul(uint32_t a, uint32_t b) {
@@ -377,7 +412,10 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b
 // The largest and the smallest of a warp's numbers.
 __device__ __forceinline__ unsigned warp_largest(unsigned v) {
 #ifdef CPU_SHIM
-  for (int o = 16; o > 0; o >>= 1) { const unsigned w = __shfl_xor_sync(0xffffffffu, v, o); v = w > v ? w : v; }
+  for (int o = 16; o > 0; o >>= 1) {
+    const unsigned w = __shfl_xor_sync(0xffffffffu, v, o);
+    v = w > v ? w : v;
+  }
   return v;
 #else
   return __reduce_max_sync(0xffffffffu, v);
@@ -392,27 +430,37 @@ __device__ __forceinline__ unsigned warp_smallest(unsigned v) {
 }
 
 // ---- tensor cores ----
-// c[16x8] += a[16x16] b[16x8]. Lane 4g+t: a = rows g, g+8 at k 2t, 2t+1 (x, y) and 2t+8, 2t+9 (z, w); b = column g at the same k (b0, b1);
-// c[0..1] = row g, columns 2t, 2t+1; c[2..3] = row g+8. A column's bits depend on that column of b alone.
+// c[16x8] += a[16x16] b[16x8]. Lane 4g+t: a = rows g, g+8 at k 2t, 2t+1 (x, y) and 2t+8, 2t+9 (z, w); b = column g at
+// the same k (b0, b1); c[0..1] = row g, columns 2t, 2t+1; c[2..3] = row g+8. A column's bits depend on that column of b
+// alone.
 __device__ __forceinline__ void mma_bf16(float (&c)[4], const uint4& a, unsigned b0, unsigned b1) {
 #ifdef CPU_SHIM
   const uint32_t r[4] = {a.x, a.y, a.z, a.w};
   cpu::mma_m16n8k16_bf16(c, r, b0, b1);
 #else
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 #endif
 }
-// Four 8x8 matrices of 16-bit elements from shared memory; lane l gives the address (16-byte aligned) of row l % 8 of matrix l / 8.
-template <bool transposed> __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* shared_row) {
+// Four 8x8 matrices of 16-bit elements from shared memory; lane l gives the address (16-byte aligned) of row l % 8 of
+// matrix l / 8.
+template <bool transposed>
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* shared_row) {
 #ifdef CPU_SHIM
   cpu::ldmatrix_x4(r, shared_row, transposed);
 #else
   const unsigned at = (unsigned)__cvta_generic_to_shared(shared_row);
   if constexpr (transposed)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
   else
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
 #endif
 }

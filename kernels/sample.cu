@@ -1,26 +1,32 @@
-// Chooses the next tokens: for each row of a pass, logits -> penalties, bias -> temperature -> top-k, top-p, min-p -> noise -> one id; then accepts
-// drafts while they equal the choice, tests the ends, and moves State on. The rules in f32 are those of src/decode/sample.rs, to the bit; numbers
-// (noise, mass, keys) are in sample.cuh, the structs in params.h.
+// Chooses the next tokens: for each row of a pass, logits -> penalties, bias -> temperature -> top-k, top-p, min-p ->
+// noise -> one id; then accepts drafts while they equal the choice, tests the ends, and moves State on. The rules in
+// f32 are those of src/decode/sample.rs, to the bit; numbers (noise, mass, keys) are in sample.cuh, the structs in
+// params.h.
 //
-// A row's choice depends on its logits, its position and the tokens before it, never on width or grid: maxima and integer sums have no order.
-//   l = logit with penalties, bias, ban     z = (l - max l) / T     g = noise of (seed, position, id)     choice = argmax of z + g over the kept ids
-// Filters. A rank is |z|'s bits << 20 | id: ranks ascend in (z descending, id ascending), all are different, and what top-k, top-p or min-p keeps is "all
-// ranks up to a cut". Cuts are found exactly: sample_count adds up ids and mass in 1024 bins of ranks (64 to an octave of |z|); sample_choose finds the
-// bins that hold a cut and lists the few ids in them; sample_settle selects the cut among those, each against all where there is a thread for each, else
-// digit by digit. A flat row has all its ids in one bin: slower, but right.
+// A row's choice depends on its logits, its position and the tokens before it, never on width or grid: maxima and
+// integer sums have no order.
+//   l = logit with penalties, bias, ban     z = (l - max l) / T     g = noise of (seed, position, id)     choice =
+//   argmax of z + g over the kept ids
+// Filters. A rank is |z|'s bits << 20 | id: ranks ascend in (z descending, id ascending), all are different, and what
+// top-k, top-p or min-p keeps is "all ranks up to a cut". Cuts are found exactly: sample_count adds up ids and mass in
+// 1024 bins of ranks (64 to an octave of |z|); sample_choose finds the bins that hold a cut and lists the few ids in
+// them; sample_settle selects the cut among those, each against all where there is a thread for each, else digit by
+// digit. A flat row has all its ids in one bin: slower, but right.
 //
 //   sample_adjust   penalties, bias, bans, and the largest logit after them (without them the head's own maxima serve)
 //   sample_count    top-k, top-p: the bins
 //   sample_choose   a temperature: noise, and the choice among the ids that are kept for sure
 //   sample_settle   top-k, top-p: the ids near the cuts
 //   sample_accept   always: acceptance, ends, State, the record
-// Several ranks, each with the logits of a part of the tokens: what a kernel found of a row is exchanged before the next one reads it, so that all ranks
-// choose the same. `best` and `chosen` (maxima), bins and digits (sums) go over the link, logits never, and no digits once all cuts are found. sample_adjust then always runs, and sample_narrow, once
-// a digit, finds the cuts among listed ids that lie on all ranks. With x for an exchange:
+// Several ranks, each with the logits of a part of the tokens: what a kernel found of a row is exchanged before the
+// next one reads it, so that all ranks choose the same. `best` and `chosen` (maxima), bins and digits (sums) go over
+// the link, logits never, and no digits once all cuts are found. sample_adjust then always runs, and sample_narrow,
+// once a digit, finds the cuts among listed ids that lie on all ranks. With x for an exchange:
 //   adjust x best, count x bins, choose, SAMPLE_ROUNDS times narrow x digits, settle x chosen, accept
-// A kernel whose options are off returns at once, so that the chain of all five is right for every request; a graph made for a kind of request leaves out
-// what it does not need (greedy: sample_accept alone). Kernels follow one another instead of counting arrivals: on an H200 an edge costs less than a fence
-// and an atomic's way back. Split: grid (blocks a row, rows), each thread 4 quads of logits. At most 13 KB of shared memory.
+// A kernel whose options are off returns at once, so that the chain of all five is right for every request; a graph
+// made for a kind of request leaves out what it does not need (greedy: sample_accept alone). Kernels follow one another
+// instead of counting arrivals: on an H200 an edge costs less than a fence and an atomic's way back. Split: grid
+// (blocks a row, rows), each thread 4 quads of logits. At most 13 KB of shared memory.
 #include "sample.cuh"
 
 namespace {
@@ -34,16 +40,24 @@ constexpr unsigned kInPrompt = 0x80000000u;
 // Options up to min_tokens. They are constants of the graph: read before pdl_wait.
 __device__ __forceinline__ SamplingParams load_options(const SampleParams& p) { return load_front<3>(p.options); }
 __device__ __forceinline__ bool adjusts(const SamplingParams& o) {
-  return o.repetition_penalty != 1 || o.presence_penalty != 0 || o.frequency_penalty != 0 || o.has_bias || o.min_tokens > 0;
+  return o.repetition_penalty != 1 || o.presence_penalty != 0 || o.frequency_penalty != 0 || o.has_bias ||
+         o.min_tokens > 0;
 }
-__device__ __forceinline__ bool has_top_k(const SampleParams& p, const SamplingParams& o) { return o.top_k > 0 && o.top_k < p.n_tokens; }
+__device__ __forceinline__ bool has_top_k(const SampleParams& p, const SamplingParams& o) {
+  return o.top_k > 0 && o.top_k < p.n_tokens;
+}
 __device__ __forceinline__ bool has_top_p(const SamplingParams& o) { return o.top_p < 1ull << 32; }
-__device__ __forceinline__ bool filters(const SampleParams& p, const SamplingParams& o) { return o.temperature != 0 && (has_top_k(p, o) || has_top_p(o)); }
+__device__ __forceinline__ bool filters(const SampleParams& p, const SamplingParams& o) {
+  return o.temperature != 0 && (has_top_k(p, o) || has_top_p(o));
+}
 // State up to history_length.
 __device__ __forceinline__ State load_state(const SampleParams& p) { return load_front<3>(p.state); }
-__device__ __forceinline__ bool row_in_use(const SampleParams& p, const State& s, int row) { return !s.done && row < max(1, min(s.rows, p.width)); }
+__device__ __forceinline__ bool row_in_use(const SampleParams& p, const State& s, int row) {
+  return !s.done && row < max(1, min(s.rows, p.width));
+}
 
-// The row's largest logit, in all threads. -inf or +inf: there is nothing to choose, and sample_accept ends the sequence.
+// The row's largest logit, in all threads. -inf or +inf: there is nothing to choose, and sample_accept ends the
+// sequence.
 __device__ __forceinline__ float row_max(const SampleParams& p, const SamplingParams& o, int row, u64* warp_word) {
   if (adjusts(o) || p.ranks > 1) return value_of(p.scratch->best[row]);
   return value_of(block_max(head_max(p.max_value, p.max_id, p.n_max, row, threadIdx.x, kThreads), warp_word));
@@ -51,7 +65,7 @@ __device__ __forceinline__ float row_max(const SampleParams& p, const SamplingPa
 
 // ---- a block's share of a row ----
 struct Share {
-  int first, end;                                               // quads
+  int first, end;  // quads
   __device__ explicit Share(const SampleParams& p) {
     const int n = (p.vocab + 3) / 4, per_block = (n + gridDim.x - 1) / gridDim.x;
     first = min((int)blockIdx.x * per_block, n);
@@ -62,7 +76,9 @@ struct Share {
   }
   __device__ int quad(int i) const { return first + i * kThreads + (int)threadIdx.x; }
 };
-struct Logits { float l[kQuads][4]; };
+struct Logits {
+  float l[kQuads][4];
+};
 // What lies past the vocabulary reads as -inf.
 __device__ __forceinline__ Logits load_share(const SampleParams& p, const Share& share) {
   const float* row = p.logits + (size_t)blockIdx.y * p.stride;
@@ -73,7 +89,10 @@ __device__ __forceinline__ Logits load_share(const SampleParams& p, const Share&
     const int q = share.quad(i);
     if (q < share.end && whole) {
       const uint4 v = load_activations(reinterpret_cast<const uint4*>(row) + q);
-      x.l[i][0] = __uint_as_float(v.x); x.l[i][1] = __uint_as_float(v.y); x.l[i][2] = __uint_as_float(v.z); x.l[i][3] = __uint_as_float(v.w);
+      x.l[i][0] = __uint_as_float(v.x);
+      x.l[i][1] = __uint_as_float(v.y);
+      x.l[i][2] = __uint_as_float(v.z);
+      x.l[i][3] = __uint_as_float(v.w);
     } else {
 #pragma unroll
       for (int e = 0; e < 4; e++) x.l[i][e] = q < share.end && q * 4 + e < p.vocab ? row[q * 4 + e] : -INFINITY;
@@ -83,11 +102,16 @@ __device__ __forceinline__ Logits load_share(const SampleParams& p, const Share&
 }
 
 // ---- ranks ----
-constexpr int kIdBits = 20, kBinShift = 17, kBinBase = 121 << 6;  // a bin is |z|'s exponent and 6 bits; bin 0 starts at 0, bin 1 at 2^-6, the last is open
+constexpr int kIdBits = 20, kBinShift = 17, kBinBase = 121 << 6;  // a bin is |z|'s exponent and 6 bits; bin 0 starts at
+                                                                  // 0, bin 1 at 2^-6, the last is open
 __device__ __forceinline__ u64 rank_of(float z, unsigned id) { return (u64)__float_as_uint(fabsf(z)) << kIdBits | id; }
 __device__ __forceinline__ float z_of(u64 rank) { return -__uint_as_float((unsigned)(rank >> kIdBits)); }
-__device__ __forceinline__ int bin_of(float z) { return min(max((int)(__float_as_uint(fabsf(z)) >> kBinShift) - kBinBase, 0), SAMPLE_BINS - 1); }
-__device__ __forceinline__ u64 bin_start(int bin) { return bin == 0 ? 0 : bin == SAMPLE_BINS ? ~0ull : (u64)(bin + kBinBase) << (kBinShift + kIdBits); }
+__device__ __forceinline__ int bin_of(float z) {
+  return min(max((int)(__float_as_uint(fabsf(z)) >> kBinShift) - kBinBase, 0), SAMPLE_BINS - 1);
+}
+__device__ __forceinline__ u64 bin_start(int bin) {
+  return bin == 0 ? 0 : bin == SAMPLE_BINS ? ~0ull : (u64)(bin + kBinBase) << (kBinShift + kIdBits);
+}
 // The mass that top-p must reach, of a kept mass: at least 1, so that at least one id stays. The product is exact.
 __device__ __forceinline__ u64 top_p_target(u64 kept_mass, u64 top_p) {
   const unsigned __int128 product = (unsigned __int128)kept_mass * top_p;
@@ -96,7 +120,12 @@ __device__ __forceinline__ u64 top_p_target(u64 kept_mass, u64 top_p) {
 }
 
 // ---- select among listed ids ----
-struct Digits { u64 weight[SAMPLE_DIGITS]; unsigned count[SAMPLE_DIGITS]; u64 first, last, target; u64 warp[kWarps]; };
+struct Digits {
+  u64 weight[SAMPLE_DIGITS];
+  unsigned count[SAMPLE_DIGITS];
+  u64 first, last, target;
+  u64 warp[kWarps];
+};
 static_assert(SAMPLE_DIGITS == kThreads, "a digit a thread");
 // The digits of ranks in [first, last] are theirs above this bit.
 __device__ __forceinline__ int digit_shift(u64 first, u64 last) {
@@ -104,15 +133,17 @@ __device__ __forceinline__ int digit_shift(u64 first, u64 last) {
   const int n_bits = range >> 32 ? 64 - __clz((int)(range >> 32)) : 32 - __clz((int)range);
   return max(0, n_bits - 8);
 }
-// Adds list members in [first, last] to the digits' counts and weights; a member weighs 1, or its mass. A thread adds up runs of equal digits first: a flat row
-// would otherwise queue at one word.
-template <bool by_mass> __device__ __forceinline__ void tally(const u64* list, unsigned n, u64 first, u64 last, int shift, Digits& d) {
+// Adds list members in [first, last] to the digits' counts and weights; a member weighs 1, or its mass. A thread adds
+// up runs of equal digits first: a flat row would otherwise queue at one word.
+template <bool by_mass>
+__device__ __forceinline__ void tally(const u64* list, unsigned n, u64 first, u64 last, int shift, Digits& d) {
   unsigned run = 0, run_count = 0;
   u64 run_weight = 0;
   for (unsigned i = threadIdx.x; i < n; i += 4 * kThreads) {
-    u64 ranks[4];                                               // four loads under way
+    u64 ranks[4];  // four loads under way
 #pragma unroll
-    for (unsigned j = 0; j < 4; j++) ranks[j] = i + j * kThreads < n ? list[i + j * kThreads] : ~0ull;   // ~0 is beyond every `last`
+    for (unsigned j = 0; j < 4; j++)
+      ranks[j] = i + j * kThreads < n ? list[i + j * kThreads] : ~0ull;  // ~0 is beyond every `last`
 #pragma unroll
     for (unsigned j = 0; j < 4; j++) {
       const u64 rank = ranks[j];
@@ -133,22 +164,23 @@ template <bool by_mass> __device__ __forceinline__ void tally(const u64* list, u
     atomicAdd(&d.count[run], run_count);
   }
 }
-// The smallest rank c such that list members in [first, c] weigh at least `target` together; a member weighs 1, or its mass. Any c up to the next member's
-// rank will do, so that the search ends when one member is left.
-template <bool by_mass> __device__ __forceinline__ u64 select(const u64* list, unsigned n, u64 first, u64 last, u64 target, Digits& d) {
+// The smallest rank c such that list members in [first, c] weigh at least `target` together; a member weighs 1, or its
+// mass. Any c up to the next member's rank will do, so that the search ends when one member is left.
+template <bool by_mass>
+__device__ __forceinline__ u64 select(const u64* list, unsigned n, u64 first, u64 last, u64 target, Digits& d) {
   const unsigned tid = threadIdx.x;
   for (;;) {
     const int shift = digit_shift(first, last);
     __syncthreads();
     d.weight[tid] = 0;
     d.count[tid] = 0;
-    d.first = d.last = last;                                    // what a target beyond the members' weight would get
+    d.first = d.last = last;  // what a target beyond the members' weight would get
     __syncthreads();
     tally<by_mass>(list, n, first, last, shift, d);
     __syncthreads();
     u64 total;
     const u64 mine = d.weight[tid], before = block_scan(mine, d.warp, &total);
-    if (before < target && target <= before + mine) {           // one thread
+    if (before < target && target <= before + mine) {  // one thread
       d.first = first + ((u64)tid << shift);
       d.last = smaller(last, d.first + ((1ull << shift) - 1));
       d.target = target - before;
@@ -163,20 +195,24 @@ template <bool by_mass> __device__ __forceinline__ u64 select(const u64* list, u
 }
 
 // The same for a list that has a thread for each member: every one compares its member with all.
-struct Members { u64 rank[kThreads], mass[kThreads], cut; };
-__device__ __forceinline__ u64 settle_few(const SamplingParams& o, const u64* list, unsigned n, const SampleCut& cut, Members& m) {
+struct Members {
+  u64 rank[kThreads], mass[kThreads], cut;
+};
+__device__ __forceinline__ u64 settle_few(const SamplingParams& o, const u64* list, unsigned n, const SampleCut& cut,
+                                          Members& m) {
   const unsigned tid = threadIdx.x;
   const bool by_count = cut.k_first <= cut.k_last, by_mass = cut.p_first <= cut.p_last;
   const u64 mine = tid < n ? list[tid] : ~0ull, my_mass = by_mass && tid < n ? probability_mass(z_of(mine)) : 0;
   u64 last_kept = rank_of(o.min_z, (1u << kIdBits) - 1), kept_mass = cut.kept_mass;
   m.rank[tid] = mine;
   m.mass[tid] = my_mass;
-  if (tid == 0) m.cut = by_count ? cut.k_last : cut.p_last;     // what a target beyond the members' weight gets
+  if (tid == 0) m.cut = by_count ? cut.k_last : cut.p_last;  // what a target beyond the members' weight gets
   __syncthreads();
   if (by_count) {
     u64 count = 0;
     for (unsigned j = 0; j < n; j++) count += m.rank[j] >= cut.k_first && m.rank[j] <= mine;
-    if (mine >= cut.k_first && mine <= cut.k_last && count == (u64)cut.k_rank) m.cut = mine;   // one thread: ranks are different
+    if (mine >= cut.k_first && mine <= cut.k_last && count == (u64)cut.k_rank)
+      m.cut = mine;  // one thread: ranks are different
     __syncthreads();
     const u64 k_cut = m.cut;
     last_kept = smaller(last_kept, k_cut);
@@ -199,8 +235,12 @@ __device__ __forceinline__ u64 settle_few(const SamplingParams& o, const u64* li
 }
 
 // The cut that a row's listed ids leave, min-p included. One block.
-union SettleScratch { Digits digits; Members members; };
-__device__ __forceinline__ u64 settle(const SampleParams& p, const SamplingParams& o, const u64* list, unsigned n, const SampleCut& cut, SettleScratch& scratch) {
+union SettleScratch {
+  Digits digits;
+  Members members;
+};
+__device__ __forceinline__ u64 settle(const SampleParams& p, const SamplingParams& o, const u64* list, unsigned n,
+                                      const SampleCut& cut, SettleScratch& scratch) {
   if (n <= kThreads) return settle_few(o, list, n, cut, scratch.members);
   Digits& digits = scratch.digits;
   u64 last_kept = rank_of(o.min_z, (1u << kIdBits) - 1), kept_mass = cut.kept_mass;
@@ -217,23 +257,40 @@ __device__ __forceinline__ u64 settle(const SampleParams& p, const SamplingParam
     }
   }
   if (cut.p_first <= cut.p_last)
-    last_kept = smaller(last_kept, select<true>(list, n, cut.p_first, cut.p_last, top_p_target(kept_mass, o.top_p) - cut.p_mass_before, digits));
+    last_kept = smaller(last_kept, select<true>(list, n, cut.p_first, cut.p_last,
+                                                top_p_target(kept_mass, o.top_p) - cut.p_mass_before, digits));
   return last_kept;
 }
 
 // ---- several ranks: the listed ids of a row lie on all of them ----
-// `select` for both cuts in turn, a digit a kernel: each rank tallies its own ids (sample_narrow), the exchange adds the digits up, and the next kernel goes on
-// in the digit that holds the target. Everything but the tally is the same on all ranks.
-enum { kTopK, kTopP, kSettled };                                // SampleSearch::phase
+// `select` for both cuts in turn, a digit a kernel: each rank tallies its own ids (sample_narrow), the exchange adds
+// the digits up, and the next kernel goes on in the digit that holds the target. Everything but the tally is the same
+// on all ranks.
+enum { kTopK, kTopP, kSettled };  // SampleSearch::phase
 constexpr u64 kLastRank = (1ull << (31 + kIdBits)) - 1;
-struct Narrowing { SampleSearch search; u64 warp[kWarps]; };
+struct Narrowing {
+  SampleSearch search;
+  u64 warp[kWarps];
+};
 
 __device__ __forceinline__ void enter_phase(SampleSearch& s, int phase, const SamplingParams& o, const SampleCut& cut) {
-  if (phase == kTopK && cut.k_first > cut.k_last) { s.kept_mass = cut.kept_mass; phase = kTopP; }
+  if (phase == kTopK && cut.k_first > cut.k_last) {
+    s.kept_mass = cut.kept_mass;
+    phase = kTopP;
+  }
   if (phase == kTopP && cut.p_first > cut.p_last) phase = kSettled;
   s.phase = phase;
-  if (phase == kTopK) { s.first = cut.k_first; s.last = smaller(cut.k_last, kLastRank); s.target = cut.k_rank; s.kept_mass = cut.k_mass_before; }
-  if (phase == kTopP) { s.first = cut.p_first; s.last = smaller(cut.p_last, kLastRank); s.target = top_p_target(s.kept_mass, o.top_p) - cut.p_mass_before; }
+  if (phase == kTopK) {
+    s.first = cut.k_first;
+    s.last = smaller(cut.k_last, kLastRank);
+    s.target = cut.k_rank;
+    s.kept_mass = cut.k_mass_before;
+  }
+  if (phase == kTopP) {
+    s.first = cut.p_first;
+    s.last = smaller(cut.p_last, kLastRank);
+    s.target = top_p_target(s.kept_mass, o.top_p) - cut.p_mass_before;
+  }
 }
 
 // One more digit of a row's search, into n.search. One block.
@@ -254,15 +311,17 @@ __device__ __forceinline__ void narrow(const SampleParams& p, const SamplingPara
   const SampleSearch old = s;
   if (old.phase == kSettled) return;
   const bool by_mass = old.phase == kTopP;
-  const u64 count = p.scratch->digits[row].count[tid], mass = p.scratch->digits[row].mass[tid], mine = by_mass ? mass : count;
+  const u64 count = p.scratch->digits[row].count[tid], mass = p.scratch->digits[row].mass[tid],
+            mine = by_mass ? mass : count;
   u64 total, total_mass;
-  const u64 before = block_scan(mine, n.warp, &total), mass_before = block_scan(mass, n.warp, &total_mass);   // barriers: all have `old`
+  const u64 before = block_scan(mine, n.warp, &total),
+            mass_before = block_scan(mass, n.warp, &total_mass);  // barriers: all have `old`
   const auto close = [&](u64 last, u64 kept) {
     s.last_kept = smaller(old.last_kept, last);
     s.kept_mass = old.kept_mass + kept;
     enter_phase(s, by_mass ? kSettled : kTopP, o, cut);
   };
-  if (before < old.target && old.target <= before + mine) {     // one thread
+  if (before < old.target && old.target <= before + mine) {  // one thread
     const int shift = digit_shift(old.first, old.last);
     s.first = old.first + ((u64)tid << shift);
     s.last = smaller(old.last, s.first + ((1ull << shift) - 1));
@@ -274,9 +333,14 @@ __device__ __forceinline__ void narrow(const SampleParams& p, const SamplingPara
   __syncthreads();
 }
 
-// Finds the bins that hold a row's cuts, from its counts and masses. Each thread has 4 neighbouring bins. One block; `cut` is shared memory.
-struct CutSearch { u64 warp[kWarps], k_mass_through; int k_bin, p_bin_first, p_bin_last; };
-__device__ __forceinline__ void find_cut(const SampleParams& p, const SamplingParams& o, int row, SampleCut& cut, CutSearch& search) {
+// Finds the bins that hold a row's cuts, from its counts and masses. Each thread has 4 neighbouring bins. One block;
+// `cut` is shared memory.
+struct CutSearch {
+  u64 warp[kWarps], k_mass_through;
+  int k_bin, p_bin_first, p_bin_last;
+};
+__device__ __forceinline__ void find_cut(const SampleParams& p, const SamplingParams& o, int row, SampleCut& cut,
+                                         CutSearch& search) {
   constexpr int kBins = SAMPLE_BINS / kThreads;
   static_assert(kBins == 4, "one quad of counts, two of masses");
   const int tid = threadIdx.x;
@@ -285,7 +349,8 @@ __device__ __forceinline__ void find_cut(const SampleParams& p, const SamplingPa
   const uint4* masses = reinterpret_cast<const uint4*>(p.scratch->bins[row].mass) + 2 * tid;
   const uint4 low = load_activations(masses), high = load_activations(masses + 1);
   const u64 n[kBins] = {counts.x, counts.y, counts.z, counts.w};
-  const u64 m[kBins] = {(u64)low.y << 32 | low.x, (u64)low.w << 32 | low.z, (u64)high.y << 32 | high.x, (u64)high.w << 32 | high.z};
+  const u64 m[kBins] = {(u64)low.y << 32 | low.x, (u64)low.w << 32 | low.z, (u64)high.y << 32 | high.x,
+                        (u64)high.w << 32 | high.z};
   u64 total = 0, m_before = 0;
   if (top_p) m_before = block_scan(m[0] + m[1] + m[2] + m[3], search.warp, &total);
   if (top_k) {
@@ -293,7 +358,7 @@ __device__ __forceinline__ void find_cut(const SampleParams& p, const SamplingPa
 #pragma unroll
     for (int b = 0; b < kBins; b++) {
       if (n_at < (u64)o.top_k && (u64)o.top_k <= n_at + n[b]) {  // one thread
-        const bool whole = n_at + n[b] == (u64)o.top_k;         // the cut is the bin's end: nothing to settle
+        const bool whole = n_at + n[b] == (u64)o.top_k;          // the cut is the bin's end: nothing to settle
         search.k_bin = tid * kBins + b;
         search.k_mass_through = m_at + m[b];
         cut.k_rank = whole ? 0 : o.top_k - n_at;
@@ -304,7 +369,8 @@ __device__ __forceinline__ void find_cut(const SampleParams& p, const SamplingPa
     }
     __syncthreads();
   }
-  const u64 mass_low = top_k ? cut.k_mass_before : total, mass_high = top_k ? search.k_mass_through : total;   // bounds of what top-k keeps
+  const u64 mass_low = top_k ? cut.k_mass_before : total,
+            mass_high = top_k ? search.k_mass_through : total;  // bounds of what top-k keeps
   if (top_p) {
     const u64 target_low = top_p_target(mass_low, o.top_p), target_high = top_p_target(mass_high, o.top_p);
     u64 m_at = m_before;
@@ -352,11 +418,12 @@ KERNEL(sample_adjust, SampleParams, kThreads) {
     const bool used = row_in_use(p, s, blockIdx.y);
     if (threadIdx.x == 0) p.scratch->in_use[blockIdx.y] = used;
     if (!used) return;
-    const u64 best = block_max(head_max(p.max_value, p.max_id, p.n_max, blockIdx.y, threadIdx.x, kThreads, p.first_id), warp_word);
+    const u64 best =
+        block_max(head_max(p.max_value, p.max_id, p.n_max, blockIdx.y, threadIdx.x, kThreads, p.first_id), warp_word);
     if (threadIdx.x == 0) p.scratch->best[blockIdx.y] = best;
     return;
   }
-  __shared__ int n_drafts, n_eos, draft[SAMPLE_ROWS], eos[16];   // those in this block's share, rarely any
+  __shared__ int n_drafts, n_eos, draft[SAMPLE_ROWS], eos[16];  // those in this block's share, rarely any
   const int tid = threadIdx.x, row = blockIdx.y;
   const Share share(p);
   const Logits x = load_share(p, share);
@@ -366,7 +433,7 @@ KERNEL(sample_adjust, SampleParams, kThreads) {
   if (!used) return;
   const bool penalised = o.repetition_penalty != 1 || o.presence_penalty != 0 || o.frequency_penalty != 0;
   const bool too_early = s.n_output + row < o.min_tokens;
-  if (tid == 0) n_drafts = n_eos = 0;                           // the row's own drafts count as said
+  if (tid == 0) n_drafts = n_eos = 0;  // the row's own drafts count as said
   __syncthreads();
   const auto mine = [&](int id) { return id >= p.first_id + share.first * 4 && id < p.first_id + share.end * 4; };
   if (tid < row && mine(p.state->drafts[tid])) draft[atomicAdd(&n_drafts, 1)] = p.state->drafts[tid];
@@ -392,7 +459,7 @@ KERNEL(sample_adjust, SampleParams, kThreads) {
       for (int d = 0; d < n_eos; d++)
         if (eos[d] == id) l = -INFINITY;
       p.logits[(size_t)row * p.stride + column] = l;
-      best = larger(best, preference(l < INFINITY ? l : INFINITY, id));   // NaN shows as +inf
+      best = larger(best, preference(l < INFINITY ? l : INFINITY, id));  // NaN shows as +inf
     }
   }
   best = block_max(best, warp_word);
@@ -402,7 +469,8 @@ KERNEL(sample_adjust, SampleParams, kThreads) {
 KERNEL(sample_count, SampleParams, kThreads) {
   pdl_launch_dependents();
   const SamplingParams o = load_options(p);
-  __shared__ unsigned count[SAMPLE_BINS], low[SAMPLE_BINS], high[SAMPLE_BINS];   // mass in two parts of 20 bits and a bit more
+  __shared__ unsigned count[SAMPLE_BINS], low[SAMPLE_BINS],
+      high[SAMPLE_BINS];  // mass in two parts of 20 bits and a bit more
   __shared__ u64 warp_word[kWarps];
   const int tid = threadIdx.x, row = blockIdx.y;
   for (int b = tid; b < SAMPLE_BINS; b += kThreads) count[b] = low[b] = high[b] = 0;
@@ -459,18 +527,22 @@ KERNEL(sample_choose, SampleParams, kThreads, 3) {
   u64 sure = ~0ull, k_first = 1, k_last = 0, p_first = 1, p_last = 0;
   if (filters(p, o)) {
     find_cut(p, o, row, cut, search);
-    sure = cut.sure; k_first = cut.k_first; k_last = cut.k_last; p_first = cut.p_first; p_last = cut.p_last;
+    sure = cut.sure;
+    k_first = cut.k_first;
+    k_last = cut.k_last;
+    p_first = cut.p_first;
+    p_last = cut.p_last;
     if (blockIdx.x == 0 && tid == 0) p.scratch->cut[row] = cut;
   }
   const u64 min_p_cut = rank_of(o.min_z, (1u << kIdBits) - 1);
   const int position = s.length + row + 1;
 
-  // Somebody scores `bound`: the id with the largest logit is kept, has z = 0, and noise is never below -3.14. An id can beat a score only if
-  // e < exp(z - score), where e = -ln(1 - v) > v: most ids are ruled out by their v, without the two logarithms. The test is loose by 1 %, far more than
-  // exp2f and the roundings are off. NaN fails it.
+  // Somebody scores `bound`: the id with the largest logit is kept, has z = 0, and noise is never below -3.14. An id
+  // can beat a score only if e < exp(z - score), where e = -ln(1 - v) > v: most ids are ruled out by their v, without
+  // the two logarithms. The test is loose by 1 %, far more than exp2f and the roundings are off. NaN fails it.
   float bound = -3.14f;
   u64 best = 0;
-  unsigned listed = 0;                                          // bit per element of this thread
+  unsigned listed = 0;  // bit per element of this thread
 #pragma unroll
   for (int i = 0; i < kQuads; i++) {
     const int q = share.quad(i);
@@ -501,7 +573,7 @@ KERNEL(sample_choose, SampleParams, kThreads, 3) {
   best = block_max(best, search.warp);
   if (tid == 0 && best) atomicMax(&p.scratch->chosen[row], best);
 
-  if (__syncthreads_or(listed != 0)) {                          // one piece of the row's list for the block; its order does not matter
+  if (__syncthreads_or(listed != 0)) {  // one piece of the row's list for the block; its order does not matter
     u64 total;
     unsigned at = (unsigned)block_scan(__popc(listed), search.warp, &total);
     if (tid == 0) list_at = atomicAdd(&p.scratch->n_listed[row], (unsigned)total);
@@ -509,7 +581,9 @@ KERNEL(sample_choose, SampleParams, kThreads, 3) {
     u64* to = p.list + (size_t)row * p.vocab + list_at;
 #pragma unroll
     for (int i = 0; i < kQuads * 4; i++)
-      if (listed >> i & 1) to[at++] = rank_of(__fdiv_rn(__fsub_rn(x.l[i / 4][i % 4], max_logit), o.temperature), p.first_id + share.quad(i / 4) * 4 + i % 4);
+      if (listed >> i & 1)
+        to[at++] = rank_of(__fdiv_rn(__fsub_rn(x.l[i / 4][i % 4], max_logit), o.temperature),
+                           p.first_id + share.quad(i / 4) * 4 + i % 4);
   }
 }
 
@@ -532,7 +606,8 @@ KERNEL(sample_narrow, SampleParams, kThreads, 2) {
   const SampleSearch& search = narrowing.search;
   if (search.phase != kSettled) {
     const u64 first = search.first, last = search.last;
-    tally<true>(p.list + (size_t)row * p.vocab, p.scratch->n_listed[row], first, last, digit_shift(first, last), digits);
+    tally<true>(p.list + (size_t)row * p.vocab, p.scratch->n_listed[row], first, last, digit_shift(first, last),
+                digits);
   }
   __syncthreads();
   p.scratch->digits[row].mass[tid] = digits.weight[tid];
@@ -575,7 +650,7 @@ KERNEL(sample_settle, SampleParams, kThreads, 2) {
     if (rank > last_kept) continue;
     const unsigned id = (unsigned)rank & ((1u << kIdBits) - 1);
     const float score = __fadd_rn(z_of(rank), noise(noise_bits_of(o.seed, s.length + row + 1, id)));
-    if (score == score) best = larger(best, preference(score, id));   // a NaN among the logits is no choice
+    if (score == score) best = larger(best, preference(score, id));  // a NaN among the logits is no choice
   }
   best = block_max(best, warp_word);
   if (tid == 0) {
@@ -613,15 +688,19 @@ KERNEL(sample_accept, SampleParams, kThreads) {
     return;
   }
   const int n_rows = max(1, min(s.rows, p.width)), first = s.history_length;
-  if (tid < n_rows * 16 && tid % 16 < o.n_eos && o.eos[tid % 16] == (int)id_of(key[tid / 16])) end_of_text[tid / 16] = 1;
+  if (tid < n_rows * 16 && tid % 16 < o.n_eos && o.eos[tid % 16] == (int)id_of(key[tid / 16]))
+    end_of_text[tid / 16] = 1;
   if (tid < n_rows) token[tid] = (int)id_of(key[tid]);
   __syncthreads();
   if (tid == 0) {
     const int n_drafts = n_rows - 1;
     int matching = 0, n = 0, reason = STOP_NONE;
     while (matching < n_drafts && token[matching] == s.drafts[matching]) matching++;
-    while (n <= matching && reason == STOP_NONE) {              // the earliest end wins
-      if (key[n] == 0 || !(fabsf(value_of(key[n])) < INFINITY)) { reason = STOP_NO_CHOICE; break; }
+    while (n <= matching && reason == STOP_NONE) {  // the earliest end wins
+      if (key[n] == 0 || !(fabsf(value_of(key[n])) < INFINITY)) {
+        reason = STOP_NO_CHOICE;
+        break;
+      }
       const bool ends = end_of_text[n++];
       if (ends) reason = STOP_EOS;
       else if (s.n_output + n >= o.max_tokens) reason = STOP_LENGTH;
@@ -649,8 +728,9 @@ KERNEL(sample_accept, SampleParams, kThreads) {
     atomicAdd(&p.counts[token[tid]], 1u);
     write_record(p.ring, s.pass, RECORD_TOKENS + tid, (unsigned)token[tid]);
   }
-  if (tid >= 32 && tid < 38) {                                  // another warp writes the other words
-    const unsigned words[] = {(unsigned)s.emitted, (unsigned)s.accepted, (unsigned)s.reason, (unsigned)s.length, (unsigned)first, (unsigned)(n_rows - 1)};
+  if (tid >= 32 && tid < 38) {  // another warp writes the other words
+    const unsigned words[] = {(unsigned)s.emitted, (unsigned)s.accepted, (unsigned)s.reason,
+                              (unsigned)s.length,  (unsigned)first,      (unsigned)(n_rows - 1)};
     unsigned word = words[0];
 #pragma unroll
     for (int i = 1; i < 6; i++) word = tid - 32 == i ? words[i] : word;

@@ -1,8 +1,11 @@
 //! Every flag and its help, nothing else: arguments become the options structs of cmd, or a usage error (exit code 2).
 //!
-//! argh reads the flags. What it lacks is added here: flags that several commands share (the `command!` macros), and `--name=value`, `-n5`,
-//! `-vv`, a lone `-` (`spread`). A new flag is a field in one of the macros or structs and a line in the conversion below it.
-use crate::cmd::{bench, chat, doctor, run, Algorithm, AnswerOptions, Device, Draft, ModelOptions, Ranks, Slice, COMM_MAX_RANKS};
+//! argh reads the flags. What it lacks is added here: flags that several commands share (the `command!` macros), and
+//! `--name=value`, `-n5`, `-vv`, a lone `-` (`spread`). A new flag is a field in one of the macros or structs and a
+//! line in the conversion below it.
+use crate::cmd::{
+    bench, chat, doctor, run, Algorithm, AnswerOptions, Device, Draft, ModelOptions, Ranks, Slice, COMM_MAX_RANKS,
+};
 use crate::completions::{Program, Values};
 use crate::decode::Sampling;
 use crate::decode::MAX_DRAFTS;
@@ -29,7 +32,8 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> Result<u8> {
         Ok(volley) => volley,
         Err(argh::EarlyExit { output, status: Ok(()) }) => return print(output.trim_end()),
         Err(argh::EarlyExit { output, status: Err(()) }) => {
-            let command = words.first().filter(|word| COMMANDS.contains(word)).map_or(String::new(), |word| format!(" {word}"));
+            let command =
+                words.first().filter(|word| COMMANDS.contains(word)).map_or(String::new(), |word| format!(" {word}"));
             bail!("{}; volley{command} --help lists what there is", output.trim_end().replace('\n', " "));
         }
     };
@@ -110,16 +114,19 @@ macro_rules! command {
             /// which GPUs, a list (default: the first, or as many as --tp takes)
             #[argh(option, default = "List(vec![])")]
             gpus: List,
-            /// tensor-parallel ranks that share the model: one a GPU, or --ranks-per-gpu (default: one for each of --gpus)
+            /// tensor-parallel ranks that share the model: one a GPU, or --ranks-per-gpu (default: one for each of
+            /// --gpus)
             #[argh(option, from_str_fn(positive))]
             tp: Option<usize>,
             /// ranks on each GPU, for tests (default: 1)
             #[argh(option, from_str_fn(positive), default = "1")]
             ranks_per_gpu: usize,
-            /// how ranks add up what each has: auto, push, pull, two-shot, nccl or nccl-allreduce (default: auto, what is fastest and right at start)
+            /// how ranks add up what each has: auto, push, pull, two-shot, nccl or nccl-allreduce (default: auto, what
+            /// is fastest and right at start)
             #[argh(option, default = "Collective(None)")]
             collective: Collective,
-            /// whether ranks divide attention: auto, split or whole (default: auto, which is split unless a sum over ranks takes longer than reading all of it)
+            /// whether ranks divide attention: auto, split or whole (default: auto, which is split unless a sum over
+            /// ranks takes longer than reading all of it)
             #[argh(option, default = "Attention(None)")]
             attention: Attention,
             /// the NCCL library (default: libnccl.so.2 where the system looks)
@@ -131,27 +138,30 @@ macro_rules! command {
             /// stop when a CUDA graph cannot be captured, instead of a warning and launches one by one
             #[argh(switch)]
             require_graphs: bool,
-            /// most tokens of prompt and output together (default: the model's, less where its KV cache would pass 1 GiB, or an eighth of the GPU)
+            /// most tokens of prompt and output together (default: the model's, less where its KV cache would pass 1
+            /// GiB, or an eighth of the GPU)
             #[argh(option, short = 'c', from_str_fn(count))]
             context: Option<usize>,
             /// read the weights instead of mapping them (default on network file systems)
             #[argh(switch)]
             no_mmap: bool,
-            /// where drafts come from: an EAGLE-3 drafter's DIR or mtp (the model's own layer for multi-token prediction), ngram, two with a comma
-            /// between, or none (default: the model's directory with -eagle3 behind its name, if there is one)
+            /// where drafts come from: an EAGLE-3 drafter's DIR or mtp (the model's own layer for multi-token
+            /// prediction), ngram, two with a comma between, or none (default: the model's directory with -eagle3
+            /// behind its name, if there is one)
             #[argh(option)]
             draft: Option<Draft>,
             /// drafts a cycle, 1 to 7, or auto: as many as pay (default: auto)
             #[argh(option, default = "DraftTokens(None)")]
             draft_tokens: DraftTokens,
-            /// of a drafter with the whole vocabulary, draft only the 32768 tokens that this FILE counts most: JSON, {"id": count} or a list of ids, the most
-            /// frequent first
+            /// of a drafter with the whole vocabulary, draft only the 32768 tokens that this FILE counts most: JSON,
+            /// {"id": count} or a list of ids, the most frequent first
             #[argh(option)]
             draft_vocab: Option<PathBuf>,
             /// a weights.toml for checkpoints with other tensor names (default: built in)
             #[argh(option)]
             weights: Option<PathBuf>,
-            /// turn bf16 matrices that every token reads into FP8 at load: fewer bytes a token, other answers (default: as stored)
+            /// turn bf16 matrices that every token reads into FP8 at load: fewer bytes a token, other answers (default:
+            /// as stored)
             #[argh(switch)]
             fp8_dense: bool,
             /// say on stderr what was loaded and how; -vv also prints the plan
@@ -358,7 +368,8 @@ command! {
         /// random weights: config.json is enough
         #[argh(switch)]
         random: bool,
-        /// measure one rank of a model split over N, alone on one GPU: R/N, such as 0/8; what it adds up lacks the other ranks' shares
+        /// measure one rank of a model split over N, alone on one GPU: R/N, such as 0/8; what it adds up lacks the
+        /// other ranks' shares
         #[argh(option)]
         slice: Option<Share>,
         /// with --slice: each sum over ranks takes so many microseconds (default: it costs nothing)
@@ -374,7 +385,9 @@ impl Bench {
     fn slice(&self) -> Result<Option<Slice>> {
         match (&self.slice, self.comm_us) {
             (None, Some(us)) => bail!("--comm-us {us}: expected --slice as well, whose sums take so long"),
-            (_, Some(us)) if !(0.0..=1e6).contains(&us) => bail!("--comm-us {us}: expected microseconds from 0 to 1000000"),
+            (_, Some(us)) if !(0.0..=1e6).contains(&us) => {
+                bail!("--comm-us {us}: expected microseconds from 0 to 1000000")
+            }
             (share, comm_us) => Ok(share.as_ref().map(|share| Slice { ranks: share.0, comm_us })),
         }
     }
@@ -416,7 +429,8 @@ const SWITCHES: [&str; 18] = [
     "--",
 ];
 
-/// What argh does not know: `--name=value` and `-n5` become two words, `-vv` becomes `-v -v`, a lone `-` (stdin, which is read anyway) goes.
+/// What argh does not know: `--name=value` and `-n5` become two words, `-vv` becomes `-v -v`, a lone `-` (stdin, which
+/// is read anyway) goes.
 fn spread(words: &[String]) -> Result<Vec<String>> {
     let mut out = Vec::new();
     let mut words = words.iter();
@@ -479,7 +493,9 @@ impl FromStr for Draft {
                 "none" if list == "none" => {}
                 "ngram" if !draft.ngram => draft.ngram = true,
                 "mtp" if draft.dir.is_none() && !draft.mtp => draft.mtp = true,
-                "" | "none" | "ngram" => return Err("expected a drafter's DIR, mtp, ngram, DIR,ngram, mtp,ngram or none".into()),
+                "" | "none" | "ngram" => {
+                    return Err("expected a drafter's DIR, mtp, ngram, DIR,ngram, mtp,ngram or none".into())
+                }
                 dir if draft.dir.is_none() && !draft.mtp => draft.dir = Some(dir.into()),
                 dir => return Err(format!("expected one drafter, found {dir:?} as well")),
             }
@@ -674,7 +690,9 @@ mod tests {
     fn switches_are_complete() {
         let mut seen = 0;
         for command in COMMANDS {
-            let Err(help) = Volley::from_args(&["volley"], &[command, "--help"]) else { panic!("help is an early exit") };
+            let Err(help) = Volley::from_args(&["volley"], &[command, "--help"]) else {
+                panic!("help is an early exit")
+            };
             let words = |line: &'static str| {
                 line.split_whitespace().map(|word| word.trim_end_matches(',')).take_while(|word| word.starts_with('-'))
             };
@@ -705,13 +723,20 @@ mod tests {
         assert_eq!(bias("7=-inf"), Ok((7, f32::NEG_INFINITY)));
         assert!(bias("7").is_err() && bias("x=1").is_err() && bias("-1=1").is_err());
         assert_eq!(Draft::from_str("ngram"), Ok(Draft { ngram: true, ..Draft::default() }));
-        assert_eq!(Draft::from_str("a/b,ngram"), Ok(Draft { dir: Some("a/b".into()), ngram: true, ..Draft::default() }));
+        assert_eq!(
+            Draft::from_str("a/b,ngram"),
+            Ok(Draft { dir: Some("a/b".into()), ngram: true, ..Draft::default() })
+        );
         assert_eq!(Draft::from_str("mtp,ngram"), Ok(Draft { mtp: true, ngram: true, ..Draft::default() }));
         assert_eq!(Draft::from_str("none"), Ok(Draft::default()));
         assert!(["", "a,b", "a,mtp", "mtp,a", "mtp,mtp", "none,ngram", "ngram,ngram", "a,"]
             .iter()
             .all(|word| Draft::from_str(word).is_err()));
-        assert!(DraftTokens::from_str("7").is_ok() && DraftTokens::from_str("0").is_err() && DraftTokens::from_str("8").is_err());
+        assert!(
+            DraftTokens::from_str("7").is_ok()
+                && DraftTokens::from_str("0").is_err()
+                && DraftTokens::from_str("8").is_err()
+        );
         assert_eq!(List::from_str("0,4096").ok().unwrap().0, [0, 4096]);
         assert!(List::from_str("0,,1").is_err() && List::from_str("").is_err());
     }

@@ -1,4 +1,5 @@
-//! Completion scripts for bash, zsh and fish, written from the description of the flags that argh has; cli.rs owns the flags and prints the script.
+//! Completion scripts for bash, zsh and fish, written from the description of the flags that argh has; cli.rs owns the
+//! flags and prints the script.
 use argh::{CommandInfoWithArgs, FlagInfo, FlagInfoKind};
 use std::fmt::Write;
 
@@ -11,7 +12,8 @@ pub enum Values<'a> {
     Any,
 }
 
-/// The program, its commands, and what the value of a flag (`--model`) or a word behind a command (`completions`) may be.
+/// The program, its commands, and what the value of a flag (`--model`) or a word behind a command (`completions`) may
+/// be.
 pub struct Program<'a> {
     pub info: &'a CommandInfoWithArgs,
     pub values: &'a dyn Fn(&str) -> Values<'a>,
@@ -23,7 +25,8 @@ impl Program<'_> {
         let mut out = format!("# Completions of {name} for bash: source this file, or put it where bash-completion looks.\n_{name}() {{\n");
         out += "  local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD-1]} command=${COMP_WORDS[1]} words=\n  COMPREPLY=()\n";
         out += "  case $previous in\n";
-        let mut flags: Vec<&FlagInfo> = self.info.commands.iter().flat_map(|c| c.command.flags).filter(|flag| takes_value(flag)).collect();
+        let mut flags: Vec<&FlagInfo> =
+            self.info.commands.iter().flat_map(|c| c.command.flags).filter(|flag| takes_value(flag)).collect();
         flags.sort_by_key(|flag| flag.long);
         flags.dedup_by_key(|flag| flag.long);
         for flag in flags {
@@ -31,7 +34,9 @@ impl Program<'_> {
                 Values::Folder => "COMPREPLY=($(compgen -d -- \"$current\")); ".into(),
                 Values::File => "COMPREPLY=($(compgen -f -- \"$current\")); ".into(),
                 Values::Words(words) => format!("COMPREPLY=($(compgen -W '{}' -- \"$current\")); ", words.join(" ")),
-                Values::WordsOrFolder(words) => format!("COMPREPLY=($(compgen -d -W '{}' -- \"$current\")); ", words.join(" ")),
+                Values::WordsOrFolder(words) => {
+                    format!("COMPREPLY=($(compgen -d -W '{}' -- \"$current\")); ", words.join(" "))
+                }
                 Values::Any => String::new(),
             };
             let _ = writeln!(out, "    {}) {reply}return ;;", spellings(flag).join("|"));
@@ -71,10 +76,11 @@ impl Program<'_> {
                     (true, Values::Folder) => ":folder:_files -/".into(),
                     (true, Values::File) => ":file:_files".into(),
                     (true, Values::Words(words)) => format!(":value:({})", words.join(" ")),
-                    (true, Values::WordsOrFolder(words)) => {
-                        format!(":value or folder:_alternative 'value:value:({})' 'folder:folder:_files -/'", words.join(" "))
-                            .replace('\'', "\"")
-                    }
+                    (true, Values::WordsOrFolder(words)) => format!(
+                        ":value or folder:_alternative 'value:value:({})' 'folder:folder:_files -/'",
+                        words.join(" ")
+                    )
+                    .replace('\'', "\""),
                     (true, Values::Any) => ":value: ".into(),
                 };
                 for spelling in spellings(flag) {
@@ -93,7 +99,9 @@ impl Program<'_> {
 
     pub fn fish(&self) -> String {
         let name = self.info.name;
-        let mut out = format!("# Completions of {name} for fish: put this file into ~/.config/fish/completions.\ncomplete -c {name} -f\n");
+        let mut out = format!(
+            "# Completions of {name} for fish: put this file into ~/.config/fish/completions.\ncomplete -c {name} -f\n"
+        );
         out += &format!("complete -c {name} -n __fish_use_subcommand -l help -d 'what there is'\ncomplete -c {name} -n __fish_use_subcommand -l version -d 'version, kernels, NCCL'\n");
         for c in &self.info.commands {
             let _ = writeln!(
@@ -116,7 +124,8 @@ impl Program<'_> {
                     (true, Values::Any) => " -x".into(),
                 };
                 let long = flag.long.trim_start_matches("--");
-                let _ = writeln!(out, "{seen} -l {long}{short}{value} -d {}", quoted(&first_sentence(flag.description)));
+                let _ =
+                    writeln!(out, "{seen} -l {long}{short}{value} -d {}", quoted(&first_sentence(flag.description)));
             }
             if let Values::Words(words) = (self.values)(c.name) {
                 let _ = writeln!(out, "{seen} -a {}", quoted(&words.join(" ")));

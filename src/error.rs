@@ -1,7 +1,7 @@
 //! Which exit code an error earns. A plain error is the user's: bad input, flag or model.
 //!
-//! `machine` and `internal` make errors of the other kinds where the fact is known; `exit_code` finds them under any context. main.rs is
-//! the only place that prints errors.
+//! `machine` and `internal` make errors of the other kinds where the fact is known; `exit_code` finds them under any
+//! context. main.rs is the only place that prints errors.
 use std::fmt;
 use std::io::{self, ErrorKind};
 
@@ -44,11 +44,16 @@ impl fmt::Display for Internal {
 impl std::error::Error for Machine {}
 impl std::error::Error for Internal {}
 
-/// The one line that is shown. What others wrote may be part of it: control characters, which could start a new line or move a terminal's
-/// cursor, are spelled out.
+/// The one line that is shown. What others wrote may be part of it: control characters, which could start a new line or
+/// move a terminal's cursor, are spelled out.
 pub fn line(error: &anyhow::Error) -> String {
-    let is_bad = |c: char| c.is_control() || matches!(c, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-    format!("{error:#}").chars().map(|c| if is_bad(c) { c.escape_default().to_string() } else { c.to_string() }).collect()
+    let is_bad = |c: char| {
+        c.is_control() || matches!(c, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+    };
+    format!("{error:#}")
+        .chars()
+        .map(|c| if is_bad(c) { c.escape_default().to_string() } else { c.to_string() })
+        .collect()
 }
 
 /// `FINE` for a closed stdout: `volley run | head -1` has what it wanted.

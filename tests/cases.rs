@@ -1,5 +1,5 @@
-//! User cases of the open set, on the real binary: each test is named after its case. Loading in finer detail is tested in checkpoint.rs,
-//! text in text.rs, signals (O24) in cli.rs: docs/cases.md has the whole table.
+//! User cases of the open set, on the real binary: each test is named after its case. Loading in finer detail is tested
+//! in checkpoint.rs, text in text.rs, signals (O24) in cli.rs: docs/cases.md has the whole table.
 #[path = "support/binary.rs"]
 mod binary;
 #[path = "support/quantised.rs"]
@@ -17,7 +17,9 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-use support::{join_safetensors, shard_name, split_safetensors, write_safetensors, Head, BOS, CHATML, IM_END, IM_START, T0};
+use support::{
+    join_safetensors, shard_name, split_safetensors, write_safetensors, Head, BOS, CHATML, IM_END, IM_START, T0,
+};
 use tempfile::TempDir;
 use volley::text::Tokenizer;
 
@@ -41,12 +43,16 @@ fn ids(dir: &Path, args: &[&str]) -> Vec<u64> {
 
 /// Ids that `--show-tokens` names on stderr.
 fn prompt_ids(done: &Done) -> Vec<u32> {
-    let line = done.err.lines().find_map(|line| line.strip_prefix("prompt tokens: ")).unwrap_or_else(|| panic!("{}", done.err));
+    let line = done
+        .err
+        .lines()
+        .find_map(|line| line.strip_prefix("prompt tokens: "))
+        .unwrap_or_else(|| panic!("{}", done.err));
     serde_json::from_str(line).unwrap()
 }
 
-/// A model that says these ids and then ends: attention and feed-forward are off, and the head sends each token to the next. No id may
-/// occur twice. The first follows the last of the chat prompt, a line break.
+/// A model that says these ids and then ends: attention and feed-forward are off, and the head sends each token to the
+/// next. No id may occur twice. The first follows the last of the chat prompt, a line break.
 fn scripted(script: &[u32]) -> TempDir {
     let t0 = T0::new();
     let dir = made(&t0);
@@ -94,7 +100,9 @@ fn the_table_of_cases_is_true() {
     for case in 1..=25 {
         assert!(table.contains(&format!("\n| O{case:02} ")), "O{case:02} is not in the table");
     }
-    let is_test = |name: &&str| name.contains('_') && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_');
+    let is_test = |name: &&str| {
+        name.contains('_') && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_')
+    };
     let named: Vec<&str> = table.split('`').skip(1).step_by(2).filter(is_test).collect();
     assert!(named.len() > 80, "{named:?}");
     for name in named {
@@ -130,7 +138,8 @@ fn o01_a_damaged_shard_does_not_load() {
     let entry = |change: fn(&mut Value)| {
         move |path: &Path| {
             let (mut header, data) = split_safetensors(path);
-            let tensor = header.as_object_mut().unwrap().iter_mut().find(|(name, _)| *name != "__metadata__").unwrap().1;
+            let tensor =
+                header.as_object_mut().unwrap().iter_mut().find(|(name, _)| *name != "__metadata__").unwrap().1;
             change(tensor);
             fs::write(path, join_safetensors(&serde_json::to_vec(&header).unwrap(), &data)).unwrap();
         }
@@ -155,7 +164,8 @@ fn o02_absent_shards_are_listed_in_one_line() {
     on(dir.path(), "chat", &[], b"hi\n").expect_error(2, &[&shard_name(1, 3), &shard_name(3, 3), "dangling link"]);
     // Before a GPU is opened, so that it is the error on a machine without one, too.
     for device in ["cuda", "auto"] {
-        binary::run(&["run", "-m", dir.path().to_str().unwrap(), "--device", device, "hi"]).expect_error(2, &[&shard_name(3, 3)]);
+        binary::run(&["run", "-m", dir.path().to_str().unwrap(), "--device", device, "hi"])
+            .expect_error(2, &[&shard_name(3, 3)]);
     }
 }
 
@@ -178,7 +188,8 @@ fn o03_tied_and_untied_heads() {
     on(dir.path(), "run", &["hi"], b"").expect_error(2, &["lm_head.weight", "tie_word_embeddings"]);
 }
 
-/// Reads are large and of needed tensors only: checkpoint.rs counts them. Here: both ways give the same, and the choice is printed.
+/// Reads are large and of needed tensors only: checkpoint.rs counts them. Here: both ways give the same, and the choice
+/// is printed.
 #[test]
 fn o05_mapped_and_plain_reads_are_equal() {
     let dir = made(&T0::new().shards(3).padding(1 << 20));
@@ -190,14 +201,20 @@ fn o05_mapped_and_plain_reads_are_equal() {
 
 /// A library that stands for slow storage: support/slow_storage.c.
 fn slow_storage(dir: &Path) -> std::path::PathBuf {
-    let (source, library) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/slow_storage.c"), dir.join("slow_storage.so"));
-    let compiled = Command::new("g++").args(["-xc", "-O1", "-shared", "-fPIC", "-o"]).arg(&library).arg(source).arg("-ldl").status();
+    let (source, library) =
+        (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/slow_storage.c"), dir.join("slow_storage.so"));
+    let compiled = Command::new("g++")
+        .args(["-xc", "-O1", "-shared", "-fPIC", "-o"])
+        .arg(&library)
+        .arg(source)
+        .arg("-ldl")
+        .status();
     assert!(compiled.expect("g++, which the kernels' tests need too").success());
     library
 }
 
-/// On a network mount weights are read, not mapped, in few large pieces and nothing that is not needed; at a terminal a load that takes its time
-/// shows bytes and rate.
+/// On a network mount weights are read, not mapped, in few large pieces and nothing that is not needed; at a terminal a
+/// load that takes its time shows bytes and rate.
 #[test]
 fn o05_a_slow_network_mount() {
     let (padding, shards) = (6 << 20, 2);
@@ -213,7 +230,8 @@ fn o05_a_slow_network_mount() {
     assert!(shown.contains("plain reads") && !shown.contains("mapped"), "{shown}");
     assert!(shown.contains("loading") && shown.contains("MiB of ") && shown.contains("MiB/s"), "{shown}");
     let reads: Vec<usize> = fs::read_to_string(log).unwrap().lines().map(|line| line.parse().unwrap()).collect();
-    let used: usize = t0.tensors().iter().filter(|tensor| tensor.dtype == "BF16").map(|tensor| tensor.bytes.len()).sum();
+    let used: usize =
+        t0.tensors().iter().filter(|tensor| tensor.dtype == "BF16").map(|tensor| tensor.bytes.len()).sum();
     let (large, small): (Vec<usize>, Vec<usize>) = reads.iter().partition(|bytes| **bytes >= 1 << 20);
     // Small: two for each header, and the tail of each of at most six runs.
     assert!(small.len() <= 2 * shards + 6, "{reads:?}");
@@ -227,7 +245,11 @@ fn o04_fp8_scales_are_used() {
     let run = |dir: &Path| on(dir, "run", &["-v", "-n", "12", "hi"], b"");
     // Seven linear layers of each of four decoder layers.
     let done = run(dir.path()).expect(0);
-    assert!(done.err.contains("28 quantised matrices with 28 tensors of scales, fp8 e4m3 in blocks of 32 x 32"), "{}", done.err);
+    assert!(
+        done.err.contains("28 quantised matrices with 28 tensors of scales, fp8 e4m3 in blocks of 32 x 32"),
+        "{}",
+        done.err
+    );
     assert_eq!(done.out, run(plain.path()).expect(0).out);
     let file = dir.path().join("model.safetensors");
     let mut tensors = read_tensors(&file);
@@ -241,7 +263,9 @@ fn o04_fp8_scales_are_used() {
 fn o06_rope_scaling_is_used() {
     // A prompt that fills most of the context: at short distances the kinds hardly differ.
     let prompt = "a long way round ".repeat(12);
-    let long = |t0: &T0| on(made(t0).path(), "run", &["--raw", "--json", "--ignore-eos", "-v", "-n", "12", &prompt], b"").expect(0);
+    let long = |t0: &T0| {
+        on(made(t0).path(), "run", &["--raw", "--json", "--ignore-eos", "-v", "-n", "12", &prompt], b"").expect(0)
+    };
     let tokens = |done: &Done| done.json().iter().map(|line| line["token"].clone()).collect::<Vec<_>>();
     let llama3 = |key: &str| json!({key: "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32});
     let plain = long(&T0::new());
@@ -249,7 +273,9 @@ fn o06_rope_scaling_is_used() {
     assert_eq!(tokens(&old), tokens(&new));
     assert_ne!(tokens(&old), tokens(&plain));
     assert!(plain.json().pop().unwrap()["prompt_tokens"].as_u64().unwrap() > 100);
-    let rope = |done: &Done| done.err.lines().find(|line| line.starts_with("rope: ")).unwrap_or_else(|| panic!("{}", done.err)).to_string();
+    let rope = |done: &Done| {
+        done.err.lines().find(|line| line.starts_with("rope: ")).unwrap_or_else(|| panic!("{}", done.err)).to_string()
+    };
     assert!(rope(&old).contains("llama3") && rope(&old).contains('8'), "{}", rope(&old));
     for (kind, scaling) in [
         ("linear", json!({"rope_type": "linear", "factor": 4.0})),
@@ -290,7 +316,11 @@ fn o07_every_end_token_counts() {
     let dir = made(&T0::new().eos(json!(b)).generation("eos_token_id", json!([b, a])));
     let done = on(dir.path(), "run", &["-v", "-n", "1", "hi"], b"").expect(0);
     let line = done.err.lines().find(|line| line.starts_with("end tokens: ")).unwrap();
-    for words in [format!("{b} (config.json"), format!("{a} (generation_config.json"), format!("{IM_END} (tokenizer_config.json)")] {
+    for words in [
+        format!("{b} (config.json"),
+        format!("{a} (generation_config.json"),
+        format!("{IM_END} (tokenizer_config.json)"),
+    ] {
         assert!(line.contains(&words), "expected {words:?} in {line:?}");
     }
 }
@@ -360,7 +390,8 @@ fn o09_characters_over_several_tokens() {
     assert_eq!(whole.matches('\u{fffd}').count(), 2);
 }
 
-/// Every write ends with a whole character, and what can be shown is written at once: stdout is a socket that keeps writes apart.
+/// Every write ends with a whole character, and what can be shown is written at once: stdout is a socket that keeps
+/// writes apart.
 #[test]
 fn o09_writes_end_between_characters() {
     let script = [&b"\xf0\x9f\x98\x80"[..], b"\xed\x95\x9c", b"a", b"\xc3\xa9", b"b"].concat();
@@ -428,9 +459,13 @@ fn o12_temperatures_and_odd_mixes() {
     let dir = made(&T0::new());
     let get = |args: &[&str]| ids(dir.path(), &[&["-n", "24", "--ignore-eos"], args].concat());
     let greedy = get(&[]);
-    for mix in
-        [&["--top-p", "0"] as &[&str], &["--top-p", "0.5", "--top-k", "3"], &["--top-k", "1000"], &["--min-p", "1"], &["--seed", "4"]]
-    {
+    for mix in [
+        &["--top-p", "0"] as &[&str],
+        &["--top-p", "0.5", "--top-k", "3"],
+        &["--top-k", "1000"],
+        &["--min-p", "1"],
+        &["--seed", "4"],
+    ] {
         assert_eq!(get(&[&["-t", "0"], mix].concat()), greedy, "temperature 0 with {mix:?}");
     }
     for narrow in [
@@ -453,7 +488,9 @@ fn o12_temperatures_and_odd_mixes() {
     hot.sort_unstable();
     hot.dedup();
     assert!(hot.len() > 12, "{hot:?}");
-    let refused = |args: &[&str], words: &[&str]| drop(on(dir.path(), "run", &[args, &["hi"]].concat(), b"").expect_error(2, words));
+    let refused = |args: &[&str], words: &[&str]| {
+        drop(on(dir.path(), "run", &[args, &["hi"]].concat(), b"").expect_error(2, words))
+    };
     refused(&["-t", "-1"], &["temperature -1", "from 0"]);
     refused(&["-t", "NaN"], &["temperature NaN", "from 0"]);
     refused(&["-t", "inf"], &["temperature inf", "from 0"]);
@@ -495,7 +532,10 @@ fn o16_the_end_of_the_context() {
     let raw = |n: usize| on(dir.path(), "run", &["--raw", "--json", "--ignore-eos"], "~".repeat(n).as_bytes());
     for (n, tokens) in [(255, 1), (256, 0)] {
         let last = raw(n).expect(0).json().pop().unwrap();
-        assert_eq!((&last["prompt_tokens"], &last["tokens"], &last["done"]), (&json!(n), &json!(tokens), &json!("context")));
+        assert_eq!(
+            (&last["prompt_tokens"], &last["tokens"], &last["done"]),
+            (&json!(n), &json!(tokens), &json!("context"))
+        );
     }
     for n in [257, 5000] {
         raw(n).expect_error(2, &[&format!("{n} tokens"), "256"]);
@@ -503,17 +543,30 @@ fn o16_the_end_of_the_context() {
     // A chat that grows over the end: said, with the way out, and nothing is dropped.
     let line = "a message of some length, so that a few of them fill it\n";
     let script = format!("{}/clear\nhi\n", line.repeat(6));
-    let done = on(dir.path(), "chat", &["-n", "20", "--ignore-eos", "-s", "be brief", "--show-tokens"], script.as_bytes()).expect(0);
-    assert!(done.err.contains("the context is full") && done.err.contains("/clear") && done.err.contains("256"), "{}", done.err);
-    let prompts: Vec<Vec<u32>> =
-        done.err.lines().filter_map(|line| line.strip_prefix("prompt tokens: ")).map(|list| serde_json::from_str(list).unwrap()).collect();
-    let system = Tokenizer::open(dir.path()).unwrap().encode_rendered("<|im_start|>system\nbe brief<|im_end|>\n").unwrap();
+    let done =
+        on(dir.path(), "chat", &["-n", "20", "--ignore-eos", "-s", "be brief", "--show-tokens"], script.as_bytes())
+            .expect(0);
+    assert!(
+        done.err.contains("the context is full") && done.err.contains("/clear") && done.err.contains("256"),
+        "{}",
+        done.err
+    );
+    let prompts: Vec<Vec<u32>> = done
+        .err
+        .lines()
+        .filter_map(|line| line.strip_prefix("prompt tokens: "))
+        .map(|list| serde_json::from_str(list).unwrap())
+        .collect();
+    let system =
+        Tokenizer::open(dir.path()).unwrap().encode_rendered("<|im_start|>system\nbe brief<|im_end|>\n").unwrap();
     assert!(prompts.len() > 2 && prompts.iter().all(|ids| ids.starts_with(&system)), "{prompts:?}");
     let (last, before) = prompts.split_last().unwrap();
     assert!(before.windows(2).all(|two| two[1].len() > two[0].len()) && last.len() < before[0].len());
     // The same over JSON: an error object, and the loop goes on.
     let request = |text: &str| json!({"messages": [{"role": "user", "content": text}], "max_tokens": 1}).to_string();
-    let done = on(dir.path(), "chat", &["--json"], format!("{}\n{}\n", request(&"~".repeat(300)), request("hi")).as_bytes()).expect(0);
+    let done =
+        on(dir.path(), "chat", &["--json"], format!("{}\n{}\n", request(&"~".repeat(300)), request("hi")).as_bytes())
+            .expect(0);
     let lines = done.json();
     assert!(lines[0]["error"].as_str().unwrap().contains("256"), "{lines:?}");
     assert_eq!(lines.last().unwrap()["done"], json!("length"));
@@ -547,7 +600,9 @@ fn o15_the_next_turn_reuses_the_cache() {
 fn o25_stdin() {
     let dir = made(&T0::new());
     let chat = |stdin: &[u8]| on(dir.path(), "chat", &["-n", "3", "--show-tokens", "--logit-bias", "65=100"], stdin);
-    let prompts = |done: &Done| done.err.lines().filter(|line| line.starts_with("prompt tokens: ")).map(str::to_string).collect::<Vec<_>>();
+    let prompts = |done: &Done| {
+        done.err.lines().filter(|line| line.starts_with("prompt tokens: ")).map(str::to_string).collect::<Vec<_>>()
+    };
     // The end of input: nothing, a line without its end, three lines, empty ones.
     let done = chat(b"").expect(0);
     assert!(done.out.is_empty() && done.err.is_empty());
@@ -578,8 +633,9 @@ fn o25_stdin() {
     on(dir.path(), "run", &["--raw"], b"").expect_error(2, &["prompt is empty"]);
     on(dir.path(), "run", &[], b"ab\xc3(").expect_error(2, &["offset 2"]);
     // Stdin, a blank line, the argument.
-    let run =
-        |args: &[&str], stdin: &[u8]| prompt_ids(&on(dir.path(), "run", &[&["--show-tokens", "-n", "0"], args].concat(), stdin).expect(0));
+    let run = |args: &[&str], stdin: &[u8]| {
+        prompt_ids(&on(dir.path(), "run", &[&["--show-tokens", "-n", "0"], args].concat(), stdin).expect(0))
+    };
     assert_eq!(run(&["question"], b"text\r\nof two lines\r\n"), run(&["text\nof two lines\n\nquestion"], b""));
     assert_eq!(run(&[], b"text\n"), run(&["text"], b""));
     assert_eq!(run(&["two", "words"], b""), run(&["two words"], b""));
@@ -589,8 +645,10 @@ fn o25_stdin() {
 #[test]
 fn o25_a_pipe_that_never_closes() {
     let dir = made(&T0::new());
-    let mut child =
-        volley(&["chat", "-m", dir.path().to_str().unwrap(), "-n", "3", "--logit-bias", "65=100"]).stdin(Stdio::piped()).spawn().unwrap();
+    let mut child = volley(&["chat", "-m", dir.path().to_str().unwrap(), "-n", "3", "--logit-bias", "65=100"])
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
     let mut stdin = child.stdin.take().unwrap();
     for _ in 0..2 {
         stdin.write_all(b"hi\n").unwrap();

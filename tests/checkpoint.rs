@@ -1,5 +1,5 @@
-//! Loading: damaged files, absent shards, tied heads, reads, rope tables, end tokens, strict configs, claims (cases O01 to O03, O05 to O07).
-//! Each case says what an error must name; the untouched model loads in the same test.
+//! Loading: damaged files, absent shards, tied heads, reads, rope tables, end tokens, strict configs, claims (cases O01
+//! to O03, O05 to O07). Each case says what an error must name; the untouched model loads in the same test.
 #[path = "support/drafter.rs"]
 mod drafter;
 mod support;
@@ -11,7 +11,9 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::fs;
 use std::path::{Path, PathBuf};
-use support::{join_safetensors, shard_name, split_safetensors, to_v5, write_json, write_safetensors, Head, TensorData, T0};
+use support::{
+    join_safetensors, shard_name, split_safetensors, to_v5, write_json, write_safetensors, Head, TensorData, T0,
+};
 use tempfile::{tempdir, TempDir};
 use volley::model::checkpoint::{self, Checkpoint, Dtype, Read, PIECE_BYTES};
 use volley::model::config::{Config, RopeScaling};
@@ -106,7 +108,9 @@ fn appended_bytes_have_their_own_text() {
 fn an_absurd_header_length_is_refused_without_allocating() {
     for len in [1u64 << 60, u64::MAX, u64::MAX - 7, 100_000_001] {
         let ((), largest) = largest_allocation(|| {
-            damaged(&[INCOMPLETE, &len.to_string()], |header, data| [&len.to_le_bytes(), &join(&header, &data)[8..]].concat());
+            damaged(&[INCOMPLETE, &len.to_string()], |header, data| {
+                [&len.to_le_bytes(), &join(&header, &data)[8..]].concat()
+            });
         });
         assert!(largest < 1 << 20, "{largest} bytes at once");
     }
@@ -163,7 +167,9 @@ fn tensors_must_tile_the_file() {
 
 #[test]
 fn a_file_of_another_kind_is_named() {
-    damaged(&["Git LFS pointer", "git lfs pull"], |_, _| b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n".to_vec());
+    damaged(&["Git LFS pointer", "git lfs pull"], |_, _| {
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n".to_vec()
+    });
     damaged(&["not a safetensors file"], |_, _| b"<!DOCTYPE html><html>404</html>".to_vec());
     let dir = made(T0::new());
     let path = dir.path().join("model.safetensors");
@@ -266,7 +272,10 @@ fn a_tied_head_is_the_embedding() {
             assert!(config.tied && weights.notes.is_empty());
             assert_eq!(head(&weights).parts[0].name, "model.embed_tokens.weight");
             assert_eq!(head(&weights).parts[0].bytes().as_ptr(), embed(&weights).bytes().as_ptr());
-            assert_eq!((head(&weights).split, weights.get(id(Role::Embed, None)).split), (Split::Vocab, Split::Replicated));
+            assert_eq!(
+                (head(&weights).split, weights.get(id(Role::Embed, None)).split),
+                (Split::Vocab, Split::Replicated)
+            );
         }
         // b, with another head: the shared table, and one note.
         let (_, _, weights) = open(made(T0::new().tied(true).head(Head::Own)).path(), read).unwrap();
@@ -282,7 +291,8 @@ fn a_tied_head_is_the_embedding() {
     }
     // d: untied by config, no head.
     let dir = made(T0::new().head(Head::Absent));
-    let words = ["lm_head.weight", "[512, 64]", "no such tensor", "tie_word_embeddings = false", dir.path().to_str().unwrap()];
+    let words =
+        ["lm_head.weight", "[512, 64]", "no such tensor", "tie_word_embeddings = false", dir.path().to_str().unwrap()];
     refused(dir.path(), &words);
 }
 
@@ -304,13 +314,15 @@ fn plain_reads_are_large_sequential_and_only_of_what_is_used() {
         })
         .unwrap();
 
-    let used: usize = model.tensors().iter().filter(|tensor| tensor.dtype == "BF16").map(|tensor| tensor.bytes.len()).sum();
+    let used: usize =
+        model.tensors().iter().filter(|tensor| tensor.dtype == "BF16").map(|tensor| tensor.bytes.len()).sum();
     let reads = checkpoint.reads();
     assert_eq!(reads.iter().map(|read| read.bytes).sum::<usize>(), used, "padding is not read");
     assert_eq!(seen, (used, used));
     assert!(reads.is_sorted_by_key(|read| (read.shard, read.offset)), "{reads:?}");
     // One gap per layer: at most 2 shards + 4 gaps runs, each cut in pieces; only the tail of a run may be short.
-    let runs = reads.iter().zip(&reads[1..]).filter(|(a, b)| (a.shard, a.offset + a.bytes) != (b.shard, b.offset)).count() + 1;
+    let runs =
+        reads.iter().zip(&reads[1..]).filter(|(a, b)| (a.shard, a.offset + a.bytes) != (b.shard, b.offset)).count() + 1;
     assert!(runs <= 6, "{runs} runs: {reads:?}");
     assert!(reads.iter().filter(|read| read.bytes < 1 << 20).count() <= runs, "{reads:?}");
     assert!(reads.iter().all(|read| read.bytes <= PIECE_BYTES));
@@ -342,12 +354,16 @@ fn mapped_and_plain_give_the_same_bytes() {
         other.read_at(tensor.n_bytes() / 4, &mut middle).unwrap();
         assert_eq!(middle, tensor.bytes()[tensor.n_bytes() / 4..][..middle.len()]);
         // Four of each sixteen bytes, from the ninth on.
-        let expected: Vec<u8> = tensor.bytes()[8..].chunks(16).filter(|run| run.len() >= 4).flat_map(|run| &run[..4]).copied().collect();
+        let expected: Vec<u8> =
+            tensor.bytes()[8..].chunks(16).filter(|run| run.len() >= 4).flat_map(|run| &run[..4]).copied().collect();
         for tensor in [tensor, other] {
             let mut runs = vec![0; expected.len()];
             tensor.read_rows(8, 16, 4, &mut runs).unwrap();
             assert!(runs == expected);
-            has(&tensor.read_rows(tensor.n_bytes(), 16, 4, &mut runs).unwrap_err().to_string(), &[&tensor.name, "4 of each 16 bytes"]);
+            has(
+                &tensor.read_rows(tensor.n_bytes(), 16, 4, &mut runs).unwrap_err().to_string(),
+                &[&tensor.name, "4 of each 16 bytes"],
+            );
         }
         let error = tensor.read_at(1, &mut vec![0; tensor.n_bytes()]).unwrap_err();
         has(&error.to_string(), &[&tensor.name, "expected a range within"]);
@@ -424,7 +440,10 @@ fn rope_tables_equal_those_of_an_independent_program() {
             assert_eq!(table.len(), expected.len());
             for (i, (found, expected)) in table.iter().zip(expected).enumerate() {
                 let expected = expected.as_f64().unwrap();
-                assert!((f64::from(*found) / expected - 1.0).abs() < 1e-6, "{kind} {i}: expected {expected}, found {found}");
+                assert!(
+                    (f64::from(*found) / expected - 1.0).abs() < 1e-6,
+                    "{kind} {i}: expected {expected}, found {found}"
+                );
             }
             let factor = case["attention_factor"].as_f64().unwrap();
             assert!((f64::from(config.rope.attention_factor()) / factor - 1.0).abs() < 1e-6, "{kind}: {case}");
@@ -474,7 +493,8 @@ fn unknown_rope_is_refused_by_name() {
 #[test]
 fn end_tokens_of_all_files_count_once_with_their_sources() {
     let eos = |model: T0| Config::open(made(model).path()).unwrap().eos;
-    let (config, generation, both) = ("config.json", "generation_config.json", "config.json and generation_config.json");
+    let (config, generation, both) =
+        ("config.json", "generation_config.json", "config.json and generation_config.json");
     assert_eq!(eos(T0::new().eos(json!(7))), [(7, config)]);
     assert_eq!(eos(T0::new().eos(json!([7, 9]))), [(7, config), (9, config)]);
     assert_eq!(eos(T0::new().eos(json!(7)).generation("eos_token_id", json!([9, 7]))), [(7, both), (9, generation)]);
@@ -524,7 +544,16 @@ fn published_configs_load_in_both_dialects() {
         let hub = Config::parse(text, None).unwrap();
         let v5 = Config::parse(&to_v5(serde_json::from_str(text).unwrap()).to_string(), None).unwrap();
         assert_eq!(hub, v5);
-        facts.push((hub.arch.clone(), hub.head_dim, hub.qkv_bias, hub.o_bias, hub.qk_norm, hub.tied, hub.eos.len(), hub.rope.to_string()));
+        facts.push((
+            hub.arch.clone(),
+            hub.head_dim,
+            hub.qkv_bias,
+            hub.o_bias,
+            hub.qk_norm,
+            hub.tied,
+            hub.eos.len(),
+            hub.rope.to_string(),
+        ));
     }
     let fact = |arch: &str, head_dim, qkv_bias, qk_norm, tied, n_eos, rope: &str| {
         (arch.to_string(), head_dim, qkv_bias, false, qk_norm, tied, n_eos, rope.to_string())
@@ -551,7 +580,11 @@ fn what_changes_the_arithmetic_is_read_or_refused() {
     refuse("hidden_act", json!("gelu_pytorch_tanh"), &["silu", "gelu_pytorch_tanh"]);
     refuse("quantization_config", json!({"quant_method": "awq"}), &["quantised"]);
     refuse("sliding_window", json!(128), &["full attention", "128"]);
-    refuse("layer_types", json!(["full_attention", "sliding_attention", "full_attention", "full_attention"]), &["sliding_attention"]);
+    refuse(
+        "layer_types",
+        json!(["full_attention", "sliding_attention", "full_attention", "full_attention"]),
+        &["sliding_attention"],
+    );
     refuse("layer_types", json!(["full_attention"]), &["expected 4 entries, found 1"]);
     refuse("partial_rotary_factor", json!(0.5), &["0.5"]);
     refuse("rope_interleaved", json!(true), &[]);
@@ -572,15 +605,24 @@ fn what_changes_the_arithmetic_is_read_or_refused() {
     let error = Config::parse(&Value::Object(absent).to_string(), None).unwrap_err();
     has(&format!("{error:#}"), &["sliding_window", "4096"]);
     // Qwen's windows need a flag.
-    let qwen =
-        |first: usize| T0::new().arch("qwen2").set("sliding_window", 64).set("use_sliding_window", true).set("max_window_layers", first);
+    let qwen = |first: usize| {
+        T0::new()
+            .arch("qwen2")
+            .set("sliding_window", 64)
+            .set("use_sliding_window", true)
+            .set("max_window_layers", first)
+    };
     refused_config(qwen(2), &["sliding_window", "64"]);
 
     let accept = |model: T0| Config::parse(&model.config_json().to_string(), None).unwrap();
     accept(qwen(4)); // no layer is left for the window
     accept(T0::new().set("sliding_window", 256)); // a window as long as the context
     accept(
-        T0::new().set("clip_qkv", Value::Null).set("_name_or_path", "x").set("unsloth_version", "2026.1").set("partial_rotary_factor", 1.0),
+        T0::new()
+            .set("clip_qkv", Value::Null)
+            .set("_name_or_path", "x")
+            .set("unsloth_version", "2026.1")
+            .set("partial_rotary_factor", 1.0),
     );
     let biases = accept(T0::new().biases());
     assert!(biases.qkv_bias && biases.o_bias && biases.mlp_bias);
@@ -622,7 +664,9 @@ fn config_numbers_have_ranges() {
     refused_config(T0::new().remove("rms_norm_eps"), &["rms_norm_eps", "found none"]);
     refuse("rope_theta", json!(0), &[]);
     refuse("rope_theta", json!(1.0), &["above 1"]);
-    let config = Config::parse(&T0::new().remove("head_dim").remove("num_key_value_heads").config_json().to_string(), None).unwrap();
+    let config =
+        Config::parse(&T0::new().remove("head_dim").remove("num_key_value_heads").config_json().to_string(), None)
+            .unwrap();
     assert_eq!((config.head_dim, config.n_kv_heads), (16, 4));
 }
 
@@ -633,7 +677,10 @@ fn other_architectures_are_refused_by_name() {
         config.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
         Config::parse(&config.to_string(), None).map_err(|error| format!("{error:#}"))
     };
-    has(&with(json!({"architectures": ["GPT2LMHeadModel"]})).unwrap_err(), &["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"]);
+    has(
+        &with(json!({"architectures": ["GPT2LMHeadModel"]})).unwrap_err(),
+        &["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"],
+    );
     has(&with(json!({"architectures": null, "model_type": "gemma3"})).unwrap_err(), &["gemma3"]);
     has(&with(json!({"model_type": "phi3"})).unwrap_err(), &["model_type", "llama", "phi3"]);
     has(&with(json!({"architectures": null, "model_type": null})).unwrap_err(), &["neither"]);
@@ -702,7 +749,10 @@ fn every_row_of_the_table_is_used() {
                 d0.random(&format!("fc_norm.{i}.weight"), &[64]);
             }
         } else {
-            d0.set("norm_before_fc", true).set("attention_bias", true).set("model_type", "qwen3").random("input_norm.weight", &[192]);
+            d0.set("norm_before_fc", true)
+                .set("attention_bias", true)
+                .set("model_type", "qwen3")
+                .random("input_norm.weight", &[192]);
             for (head, rows) in [("q", 64), ("k", 32), ("v", 32)] {
                 d0.random(&format!("midlayer.self_attn.{head}_proj.bias"), &[rows]);
             }
@@ -743,8 +793,12 @@ fn every_row_of_the_table_is_used() {
     let table: toml::Table = toml::from_str(include_str!("../weights.toml")).unwrap();
     for (arch, section) in &table {
         for scope in ["model", "layer", "mtp"] {
-            for role in section.get(scope).and_then(|scope| scope.as_table()).into_iter().flat_map(|table| table.keys()) {
-                assert!(used.contains(&(arch.clone(), role.clone())), "{arch}.{scope}.{role} is claimed by no test model");
+            for role in section.get(scope).and_then(|scope| scope.as_table()).into_iter().flat_map(|table| table.keys())
+            {
+                assert!(
+                    used.contains(&(arch.clone(), role.clone())),
+                    "{arch}.{scope}.{role} is claimed by no test model"
+                );
             }
         }
         assert!(used.iter().any(|(used, _)| used == arch), "{arch}");
@@ -774,7 +828,10 @@ fn claims_name_tensor_expected_found_and_file() {
         let i = at(tensors);
         tensors[i].shape = vec![64, 32];
     });
-    refused(dir.path(), &[&format!("{name}: expected [32, 64] bf16, f16 or f32, found [64, 32] bf16 in model.safetensors")]);
+    refused(
+        dir.path(),
+        &[&format!("{name}: expected [32, 64] bf16, f16 or f32, found [64, 32] bf16 in model.safetensors")],
+    );
     let dir = with_tensors(|tensors| {
         let i = at(tensors);
         tensors[i].dtype = "I16";
@@ -789,7 +846,10 @@ fn claims_name_tensor_expected_found_and_file() {
         let i = at(tensors);
         tensors[i].name = name.replace("k_proj", "key");
     });
-    refused(dir.path(), &[name, "model.layers.3.self_attn.key.weight: expected no such tensor", "[32, 64] bf16 in model.safetensors"]);
+    refused(
+        dir.path(),
+        &[name, "model.layers.3.self_attn.key.weight: expected no such tensor", "[32, 64] bf16 in model.safetensors"],
+    );
 
     // A layer too many, a bias that the config does not know, a layer that is not there: no more than five named.
     let dir = made(T0::new().set("num_hidden_layers", 5));
@@ -807,7 +867,9 @@ fn claims_name_tensor_expected_found_and_file() {
 
     // The ignored name is a pattern, not a prefix.
     let spare = |name: &'static str| {
-        with_tensors(|tensors| tensors.insert(0, TensorData { name: name.into(), dtype: "F32", shape: vec![1], bytes: vec![0; 4] }))
+        with_tensors(|tensors| {
+            tensors.insert(0, TensorData { name: name.into(), dtype: "F32", shape: vec![1], bytes: vec![0; 4] })
+        })
     };
     open(spare("model.layers.3.self_attn.rotary_emb.inv_freq").path(), Read::Mmap).unwrap();
     for name in [
@@ -822,11 +884,20 @@ fn claims_name_tensor_expected_found_and_file() {
 /// With 12 query heads of 8: n_kv_heads, ranks that work.
 #[test]
 fn ranks_divide_every_weight() {
-    for (n_kv_heads, works) in
-        [(12, vec![1, 2, 3, 4, 6]), (4, vec![1, 2, 4]), (3, vec![1, 3, 6]), (2, vec![1, 2, 4, 6]), (1, vec![1, 2, 3, 4, 6])]
-    {
-        let model = T0::new().biases().set("num_attention_heads", 12).set("num_key_value_heads", n_kv_heads).set("head_dim", 8);
-        let model = model.set("hidden_size", 96).set("intermediate_size", 840).set("vocab_size", 840).set("num_hidden_layers", 1);
+    for (n_kv_heads, works) in [
+        (12, vec![1, 2, 3, 4, 6]),
+        (4, vec![1, 2, 4]),
+        (3, vec![1, 3, 6]),
+        (2, vec![1, 2, 4, 6]),
+        (1, vec![1, 2, 3, 4, 6]),
+    ] {
+        let model =
+            T0::new().biases().set("num_attention_heads", 12).set("num_key_value_heads", n_kv_heads).set("head_dim", 8);
+        let model = model
+            .set("hidden_size", 96)
+            .set("intermediate_size", 840)
+            .set("vocab_size", 840)
+            .set("num_hidden_layers", 1);
         let model = model.eos(json!(1)).set("bos_token_id", 0);
         let (config, _, weights) = open(made(model).path(), Read::Mmap).unwrap();
         for ranks in 1..=8 {
@@ -834,11 +905,17 @@ fn ranks_divide_every_weight() {
             if !works.contains(&ranks) {
                 let list = works.iter().map(usize::to_string).collect::<Vec<_>>().join(" or ");
                 let error = qkv.part_of_rank(0, ranks).unwrap_err();
-                has(&format!("{error:#}"), &["q_proj", "expected a number of ranks that divides", &list, &format!("found {ranks}")]);
+                has(
+                    &format!("{error:#}"),
+                    &["q_proj", "expected a number of ranks that divides", &list, &format!("found {ranks}")],
+                );
                 continue;
             }
             let slices = |role, rank| {
-                weights.get(id(role, (role != Role::Head && role != Role::Embed).then_some(0))).part_of_rank(rank, ranks).unwrap()
+                weights
+                    .get(id(role, (role != Role::Head && role != Role::Embed).then_some(0)))
+                    .part_of_rank(rank, ranks)
+                    .unwrap()
             };
             for rank in 0..ranks {
                 let qkv = slices(Role::Qkv, rank);
@@ -847,7 +924,11 @@ fn ranks_divide_every_weight() {
                 assert_eq!(qkv[0], Slice { rows: rank * n..(rank + 1) * n, cols: 0..96 });
                 let kv_head = |q_head: usize| q_head / (config.n_heads / config.n_kv_heads);
                 let (first, last) = (qkv[0].rows.start / 8, qkv[0].rows.end / 8 - 1);
-                assert_eq!(qkv[1].rows, kv_head(first) * 8..(kv_head(last) + 1) * 8, "{n_kv_heads} KV heads, rank {rank} of {ranks}");
+                assert_eq!(
+                    qkv[1].rows,
+                    kv_head(first) * 8..(kv_head(last) + 1) * 8,
+                    "{n_kv_heads} KV heads, rank {rank} of {ranks}"
+                );
                 assert_eq!(qkv[1], qkv[2]);
                 let bias = slices(Role::QkvBias, rank);
                 assert_eq!(
@@ -861,7 +942,10 @@ fn ranks_divide_every_weight() {
                 assert_eq!(slices(Role::Down, rank), [Slice { rows: 0..96, cols: rank * f..(rank + 1) * f }]);
                 // Whole tiles of 16 tokens: the last rank has fewer.
                 let tokens = [840, 432, 288, 224, 0, 144][ranks - 1];
-                assert_eq!(slices(Role::Head, rank), [Slice { rows: rank * tokens..840.min((rank + 1) * tokens), cols: 0..96 }]);
+                assert_eq!(
+                    slices(Role::Head, rank),
+                    [Slice { rows: rank * tokens..840.min((rank + 1) * tokens), cols: 0..96 }]
+                );
                 assert_eq!(slices(Role::Embed, rank), [Slice { rows: 0..840, cols: 0..96 }]);
                 assert_eq!(slices(Role::OBias, rank), [Slice { rows: 0..96, cols: 0..1 }]);
             }
@@ -876,7 +960,9 @@ fn ranks_divide_every_weight() {
 #[test]
 fn a_table_of_the_users_own() {
     let builtin = include_str!("../weights.toml");
-    let dir = with_tensors(|tensors| tensors.iter_mut().for_each(|tensor| tensor.name = tensor.name.replace("model.", "gpt.")));
+    let dir = with_tensors(|tensors| {
+        tensors.iter_mut().for_each(|tensor| tensor.name = tensor.name.replace("model.", "gpt."))
+    });
     let path = dir.path().join("mine.toml");
     fs::write(&path, builtin.replace("model.layers", "gpt.layers").replace("\"model.", "\"gpt.")).unwrap();
     let (config, checkpoint) = (Config::open(dir.path()).unwrap(), Checkpoint::open(dir.path(), Read::Auto).unwrap());
@@ -902,7 +988,9 @@ fn a_table_of_the_users_own() {
     refuse("like = \"llama\"", "like = \"qwen3\"", &["mistral", "like", "qwen3"]);
     refuse("[llama]", "[llama", &["TOML"]);
     let without = builtin.replace("[mistral]\nlike = \"llama\"\n", "");
-    let error = claim(&Table::parse(&without).unwrap(), &Config { arch: "mistral".into(), ..config }, &checkpoint).err().unwrap();
+    let error = claim(&Table::parse(&without).unwrap(), &Config { arch: "mistral".into(), ..config }, &checkpoint)
+        .err()
+        .unwrap();
     has(&format!("{error:#}"), &["mistral", "llama, qwen2, qwen3"]);
 }
 
@@ -971,7 +1059,8 @@ fn small() -> (String, Vec<u8>) {
     (header.into(), (0..32).collect())
 }
 
-/// Opens the bytes as model.safetensors: no panic, nothing allocated beyond a small multiple of the file, every tensor readable.
+/// Opens the bytes as model.safetensors: no panic, nothing allocated beyond a small multiple of the file, every tensor
+/// readable.
 fn open_bytes(bytes: &[u8]) -> Result<Checkpoint> {
     let dir = tempdir().unwrap();
     fs::write(dir.path().join("model.safetensors"), bytes).unwrap();

@@ -1,4 +1,5 @@
-//! Help, usage errors, pipes, exit codes, signals and the terminal, on the real binary. What models make of it is in cases.rs.
+//! Help, usage errors, pipes, exit codes, signals and the terminal, on the real binary. What models make of it is in
+//! cases.rs.
 #[path = "support/binary.rs"]
 mod binary;
 #[path = "support/drafter.rs"]
@@ -39,8 +40,17 @@ fn path(dir: &TempDir) -> &str {
 fn the_program_needs_glibc_alone() {
     let out = Command::new("ldd").arg(env!("CARGO_BIN_EXE_volley")).output().expect("ldd, a part of glibc");
     let needed = String::from_utf8(out.stdout).unwrap();
-    let names: Vec<&str> = needed.lines().filter_map(|line| line.split_whitespace().next()?.rsplit('/').next()).collect();
-    let glibc = ["linux-vdso.so.1", "ld-linux-x86-64.so.2", "libc.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0"];
+    let names: Vec<&str> =
+        needed.lines().filter_map(|line| line.split_whitespace().next()?.rsplit('/').next()).collect();
+    let glibc = [
+        "linux-vdso.so.1",
+        "ld-linux-x86-64.so.2",
+        "libc.so.6",
+        "libm.so.6",
+        "libdl.so.2",
+        "librt.so.1",
+        "libpthread.so.0",
+    ];
     assert!(names.contains(&"libc.so.6") && names.iter().all(|name| glibc.contains(name)), "{needed}");
 }
 
@@ -49,13 +59,19 @@ fn help_goes_to_stdout() {
     for flag in ["--help", "-h"] {
         let done = run(&[flag]).expect(0);
         assert!(
-            done.err.is_empty() && COMMANDS.iter().all(|c| done.text().contains(c)) && done.text().contains("Exit codes"),
+            done.err.is_empty()
+                && COMMANDS.iter().all(|c| done.text().contains(c))
+                && done.text().contains("Exit codes"),
             "{}",
             done.text()
         );
         for command in COMMANDS {
             let done = run(&[command, flag]).expect(0);
-            assert!(done.err.is_empty() && done.text().starts_with(&format!("Usage: volley {command}")), "{}", done.text());
+            assert!(
+                done.err.is_empty() && done.text().starts_with(&format!("Usage: volley {command}")),
+                "{}",
+                done.text()
+            );
             assert!(done.text().contains("default: "), "{}", done.text());
         }
     }
@@ -64,7 +80,8 @@ fn help_goes_to_stdout() {
     // What runs on which chip: machine code and portable code, or why there is none.
     assert!(version.text().contains("\nkernels: ") && version.text().contains("\nNCCL: "), "{}", version.text());
     assert!(
-        version.text().contains("sm_90a") && version.text().contains("portable code") || version.text().contains("no nvcc"),
+        version.text().contains("sm_90a") && version.text().contains("portable code")
+            || version.text().contains("no nvcc"),
         "{}",
         version.text()
     );
@@ -74,26 +91,37 @@ fn help_goes_to_stdout() {
 #[test]
 fn completions_of_every_flag() {
     let dir = TempDir::new().unwrap();
-    for (shell, check) in [("bash", &["bash", "-n"] as &[&str]), ("zsh", &["zsh", "-n"]), ("fish", &["fish", "--no-execute"])] {
+    for (shell, check) in
+        [("bash", &["bash", "-n"] as &[&str]), ("zsh", &["zsh", "-n"]), ("fish", &["fish", "--no-execute"])]
+    {
         let script = run(&["completions", shell]).expect(0);
         let (script, file) = (script.text(), dir.path().join(shell));
         std::fs::write(&file, script).unwrap();
         match Command::new(check[0]).args(&check[1..]).arg(&file).status() {
             Ok(status) => assert!(status.success(), "{shell} does not accept it"),
             // Past the capture of cargo test, so that it is counted.
-            Err(_) => {
-                drop(std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("skipped: no {shell} to check its completions with\n")))
-            }
+            Err(_) => drop(std::io::Write::write_fmt(
+                &mut std::io::stderr(),
+                format_args!("skipped: no {shell} to check its completions with\n"),
+            )),
         }
         let mut seen = 0;
         for command in COMMANDS.iter().chain(&["doctor"]) {
             let help = run(&[command, "--help"]).expect(0);
-            let words = help.text().lines().map(str::trim_start).filter(|line| line.starts_with('-')).flat_map(|line| {
-                line.split_whitespace().map(|word| word.trim_end_matches(',')).take_while(|word| word.starts_with('-')).collect::<Vec<_>>()
-            });
+            let words =
+                help.text().lines().map(str::trim_start).filter(|line| line.starts_with('-')).flat_map(|line| {
+                    line.split_whitespace()
+                        .map(|word| word.trim_end_matches(','))
+                        .take_while(|word| word.starts_with('-'))
+                        .collect::<Vec<_>>()
+                });
             for flag in words.filter(|flag| !["-h", "--help"].contains(flag)) {
-                let fish = flag.strip_prefix("--").map_or_else(|| format!(" -s {}", &flag[1..]), |long| format!(" -l {long}"));
-                assert!(script.contains(if shell == "fish" { &fish } else { flag }), "{shell} has no {flag} of {command}");
+                let fish =
+                    flag.strip_prefix("--").map_or_else(|| format!(" -s {}", &flag[1..]), |long| format!(" -l {long}"));
+                assert!(
+                    script.contains(if shell == "fish" { &fish } else { flag }),
+                    "{shell} has no {flag} of {command}"
+                );
                 seen += 1;
             }
         }
@@ -107,7 +135,10 @@ fn completions_of_every_flag() {
             words.join(" "),
             words.len() - 1
         );
-        String::from_utf8(Command::new("bash").args(["-c", &script]).output().unwrap().stdout).unwrap().trim().to_string()
+        String::from_utf8(Command::new("bash").args(["-c", &script]).output().unwrap().stdout)
+            .unwrap()
+            .trim()
+            .to_string()
     };
     assert_eq!(complete(&["volley", "d"]), "doctor");
     assert_eq!(complete(&["volley", "run", "--device", "c"]), "cpu cuda");
@@ -220,8 +251,13 @@ fn another_table_of_weights() {
     let same = on(model.path(), "run", &["-n", "8", "--weights", table.to_str().unwrap(), "hi"], b"").expect(0);
     assert_eq!(built_in.out, same.out);
     let renamed = model.path().join("renamed.toml");
-    std::fs::write(&renamed, std::fs::read_to_string(&table).unwrap().replace("model.norm.weight", "model.other_norm.weight")).unwrap();
-    on(model.path(), "run", &["--weights", renamed.to_str().unwrap(), "hi"], b"").expect_error(2, &["model.other_norm.weight"]);
+    std::fs::write(
+        &renamed,
+        std::fs::read_to_string(&table).unwrap().replace("model.norm.weight", "model.other_norm.weight"),
+    )
+    .unwrap();
+    on(model.path(), "run", &["--weights", renamed.to_str().unwrap(), "hi"], b"")
+        .expect_error(2, &["model.other_norm.weight"]);
     std::fs::write(&renamed, "[llama").unwrap();
     on(model.path(), "run", &["--weights", renamed.to_str().unwrap(), "hi"], b"").expect_error(2, &["renamed.toml"]);
 }
@@ -260,7 +296,9 @@ fn system_message_and_raw() {
 #[test]
 fn drawn_seeds_are_printed_and_repeat() {
     let model = t0();
-    let answer = |args: &[&str]| on(model.path(), "run", &[&["-n", "20", "-t", "1", "--ignore-eos", "hi"], args].concat(), b"").expect(0);
+    let answer = |args: &[&str]| {
+        on(model.path(), "run", &[&["-n", "20", "-t", "1", "--ignore-eos", "hi"], args].concat(), b"").expect(0)
+    };
     let first = answer(&[]);
     let seed = first.err.trim().strip_prefix("seed: ").unwrap_or_else(|| panic!("{:?}", first.err)).to_string();
     let again = answer(&["--seed", &seed]);
@@ -282,17 +320,34 @@ fn the_same_seed_gives_the_same_tokens_every_time() {
     let mut texts: Vec<Vec<u8>> = Vec::new();
     for draft in ["none", "ngram", drafter, &format!("{drafter},ngram")] {
         for run in 0..20 {
-            let args =
-                ["run", "-m", model.to_str().unwrap(), "--device", "cpu", "--draft", draft, "-n", "60", "-t", "1.5", "--top-p", "0.95"];
+            let args = [
+                "run",
+                "-m",
+                model.to_str().unwrap(),
+                "--device",
+                "cpu",
+                "--draft",
+                draft,
+                "-n",
+                "60",
+                "-t",
+                "1.5",
+                "--top-p",
+                "0.95",
+            ];
             let mut command = volley(&[&args[..], &["--seed", "7", "--ignore-eos", "hi"]].concat());
-            texts.push(finish(command.env("RAYON_NUM_THREADS", if run % 2 == 0 { "1" } else { "2" }).spawn().unwrap()).expect(0).out);
+            texts.push(
+                finish(command.env("RAYON_NUM_THREADS", if run % 2 == 0 { "1" } else { "2" }).spawn().unwrap())
+                    .expect(0)
+                    .out,
+            );
         }
     }
     assert!(texts[0].len() > 60 && texts.iter().all(|text| *text == texts[0]));
 }
 
-/// 10,000 tokens of chat with answers stopped by Ctrl-C, contexts that end and /clear, at random: scripts/long_chat.py says what must hold. The same on a
-/// GPU: scripts/gpu_check.sh.
+/// 10,000 tokens of chat with answers stopped by Ctrl-C, contexts that end and /clear, at random: scripts/long_chat.py
+/// says what must hold. The same on a GPU: scripts/gpu_check.sh.
 #[test]
 fn a_long_conversation_stays_as_it_began() {
     let dir = TempDir::new().unwrap();
@@ -367,13 +422,23 @@ fn bench_rows() {
     for (row, (depth, prompt)) in json.iter().zip([(0, 8), (0, 20), (30, 8), (30, 20)]) {
         assert_eq!((row["depth"].as_u64(), row["prompt_tokens"].as_u64()), (Some(depth), Some(prompt)));
         assert_eq!(
-            row["samples"]["token_ms"].as_array().unwrap().iter().map(|run| run.as_array().unwrap().len()).collect::<Vec<_>>(),
+            row["samples"]["token_ms"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|run| run.as_array().unwrap().len())
+                .collect::<Vec<_>>(),
             [11, 11]
         );
-        for key in ["first_token_ms", "tokens_per_s", "bytes_per_token", "read_gb_s", "read_rate_gb_s", "share_of_read_rate"] {
+        for key in
+            ["first_token_ms", "tokens_per_s", "bytes_per_token", "read_gb_s", "read_rate_gb_s", "share_of_read_rate"]
+        {
             assert!(row[key].as_f64().is_some_and(|x| x > 0.0), "{key}: {row}");
         }
-        assert_eq!((row["dtype"].as_str(), row["device"].as_str(), row["threads"].as_u64().is_some()), (Some("bf16"), Some("cpu"), true));
+        assert_eq!(
+            (row["dtype"].as_str(), row["device"].as_str(), row["threads"].as_u64().is_some()),
+            (Some("bf16"), Some("cpu"), true)
+        );
         assert!(row["read_rate_gb_s"].as_f64().unwrap() > 0.5);
     }
     // KV rows count: a deeper row reads more for each token, by 4 layers of keys and values in f32.
@@ -385,12 +450,24 @@ fn bench_rows() {
     let done = on(model.path(), "bench", &[&args[..], &["--widths", "1,2,8", "--json"]].concat(), b"").expect(0);
     std::fs::write(model.path().join("bench.jsonl"), done.out).unwrap();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/plot_bench.py");
-    let plot =
-        |file: &str| Command::new("python3").arg(&script).arg(model.path().join(file)).arg("--out").arg(model.path()).output().unwrap();
+    let plot = |file: &str| {
+        Command::new("python3")
+            .arg(&script)
+            .arg(model.path().join(file))
+            .arg("--out")
+            .arg(model.path())
+            .output()
+            .unwrap()
+    };
     assert!(plot("bench.jsonl").status.success());
-    for (file, words) in [("latency_by_depth.svg", "Time of a token by depth"), ("cost_by_width.svg", "rows verified together")] {
+    for (file, words) in
+        [("latency_by_depth.svg", "Time of a token by depth"), ("cost_by_width.svg", "rows verified together")]
+    {
         let svg = std::fs::read_to_string(model.path().join(file)).unwrap();
-        assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n") && svg.contains(words) && svg.contains("<polyline"), "{svg}");
+        assert!(
+            svg.starts_with("<svg ") && svg.ends_with("</svg>\n") && svg.contains(words) && svg.contains("<polyline"),
+            "{svg}"
+        );
     }
     assert!(!plot("config.json").status.success());
     let text = on(model.path(), "bench", &args, b"").expect(0);
@@ -403,7 +480,8 @@ fn bench_rows() {
 #[test]
 fn chat_answers_every_line_and_knows_its_commands() {
     let model = t0();
-    let script = "hi\n/stats\n/system be brief\nhi\n/regen\n/clear\n/jump\n\"\"\"two\nlines\"\"\"\n/help\n/exit\nnever\n";
+    let script =
+        "hi\n/stats\n/system be brief\nhi\n/regen\n/clear\n/jump\n\"\"\"two\nlines\"\"\"\n/help\n/exit\nnever\n";
     let done = on(model.path(), "chat", &["-n", "4", "--show-tokens"], script.as_bytes()).expect(0);
     assert_eq!(done.err.matches("prompt tokens:").count(), 4, "{}", done.err);
     for words in [
@@ -424,7 +502,10 @@ fn chat_answers_every_line_and_knows_its_commands() {
     on(model.path(), "chat", &[], b"\"\"\"open\nline\n").expect_error(2, &["ended inside"]);
     // A template that refuses: said, the message taken back, the conversation goes on.
     let strict = TempDir::new().unwrap();
-    let template = format!("{{% if messages[-1].content == 'no' %}}{{{{ raise_exception('not that') }}}}{{% endif %}}{}", support::CHATML);
+    let template = format!(
+        "{{% if messages[-1].content == 'no' %}}{{{{ raise_exception('not that') }}}}{{% endif %}}{}",
+        support::CHATML
+    );
     T0::new().template(Some(&template)).write(strict.path());
     let done = on(strict.path(), "chat", &["-n", "1", "--show-tokens"], b"no\nhi\n").expect(0);
     assert!(done.err.contains("not that") && done.err.matches("prompt tokens:").count() == 1, "{}", done.err);
@@ -453,7 +534,9 @@ fn chat_json_goes_on_after_errors() {
     let all = done.json();
     let ends: Vec<_> = all.iter().filter(|line| line.get("delta").is_none()).collect();
     assert_eq!(ends.len(), 11, "{all:?}");
-    let error = |i: usize, word: &str| assert!(ends[i]["error"].as_str().is_some_and(|e| e.contains(word)), "{word}: {}", ends[i]);
+    let error = |i: usize, word: &str| {
+        assert!(ends[i]["error"].as_str().is_some_and(|e| e.contains(word)), "{word}: {}", ends[i])
+    };
     assert_eq!((ends[0]["done"].as_str(), ends[0]["tokens"].as_u64()), (Some("length"), Some(3)));
     error(1, "request");
     error(2, "temprature");
@@ -465,7 +548,8 @@ fn chat_json_goes_on_after_errors() {
     assert_eq!(ends[8]["text"], json!("AAA"));
     error(9, "UTF-8");
     assert_eq!(ends[10]["tokens"], json!(1));
-    let deltas: String = all.iter().skip_while(|line| line.get("error").is_none()).filter_map(|line| line["delta"].as_str()).collect();
+    let deltas: String =
+        all.iter().skip_while(|line| line.get("error").is_none()).filter_map(|line| line["delta"].as_str()).collect();
     assert!(deltas.contains("AAA"));
 }
 
@@ -522,10 +606,12 @@ fn o24_sigint_during_an_answer() {
 fn o24_sigint_in_chat_json() {
     use std::io::{BufRead, BufReader, Write};
     let model = endless();
-    let mut child = volley(&["chat", "--json", "-m", path(&model), "--ignore-eos"]).stdin(Stdio::piped()).spawn().unwrap();
+    let mut child =
+        volley(&["chat", "--json", "-m", path(&model), "--ignore-eos"]).stdin(Stdio::piped()).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
-    let mut lines =
-        BufReader::new(child.stdout.take().unwrap()).lines().map(|line| serde_json::from_str::<serde_json::Value>(&line.unwrap()).unwrap());
+    let mut lines = BufReader::new(child.stdout.take().unwrap())
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(&line.unwrap()).unwrap());
     let request = |extra: &str| format!("{{\"messages\": [{{\"role\": \"user\", \"content\": \"hi\"}}]{extra}}}\n");
     stdin.write_all(request("").as_bytes()).unwrap();
     assert!(lines.next().unwrap()["delta"].is_string());
@@ -540,7 +626,8 @@ fn o24_sigint_in_chat_json() {
 }
 
 fn chat_terminal(model: &Path) -> Terminal {
-    let mut terminal = Terminal::start(volley(&["chat", "-m", model.to_str().unwrap(), "--device", "cpu", "--ignore-eos"]));
+    let mut terminal =
+        Terminal::start(volley(&["chat", "-m", model.to_str().unwrap(), "--device", "cpu", "--ignore-eos"]));
     terminal.expect("> ");
     terminal
 }
@@ -642,9 +729,11 @@ fn a_real_model_answers() {
     }
     let done = on(&model, "run", &["-n", "16", "What is the capital of France?"], b"").expect(0);
     assert!(done.text().lines().any(|line| line.contains("Paris")), "{}", done.text());
-    let done = run_with(&["run", "-m", model.to_str().unwrap(), "-n", "3", "Say more"], b"Paris is a city.\n").expect(0);
+    let done =
+        run_with(&["run", "-m", model.to_str().unwrap(), "-n", "3", "Say more"], b"Paris is a city.\n").expect(0);
     assert!(!done.text().trim().is_empty());
-    // Second turn: only what is new is computed. The cache holds all but the last token of prompt and answer, and one row is computed again.
+    // Second turn: only what is new is computed. The cache holds all but the last token of prompt and answer, and one
+    // row is computed again.
     let first = json!({"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 16});
     let done = on(&model, "chat", &["--json"], format!("{first}\n").as_bytes()).expect(0);
     let reply = done.json().pop().unwrap();

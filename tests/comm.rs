@@ -1,7 +1,7 @@
-//! Collectives through the Rust side, without a GPU: ranks are threads, kernels run under the shim (scripts/shim.sh), all ranks' blocks at once. With
-//! VOLLEY_GPUS=N on real ones, ranks spread over N GPUs.
-//! What the kernels compute is tested by kernels/shim/test_comm.cpp; here it is the meeting of ranks, launches, capture, how failures end, and what the start
-//! finds out about links (links.rs).
+//! Collectives through the Rust side, without a GPU: ranks are threads, kernels run under the shim (scripts/shim.sh),
+//! all ranks' blocks at once. With VOLLEY_GPUS=N on real ones, ranks spread over N GPUs. What the kernels compute is
+//! tested by kernels/shim/test_comm.cpp; here it is the meeting of ranks, launches, capture, how failures end, and what
+//! the start finds out about links (links.rs).
 #[path = "support/shim.rs"]
 mod shim;
 
@@ -27,8 +27,13 @@ fn open(rank: usize) -> anyhow::Result<Gpu> {
     gpus().map_or_else(|| Ok(shim::gpu()), |gpus| volley::gpu::open(rank % gpus))
 }
 
-/// Runs `body` as every rank, each in a thread with a GPU of its own; results by rank. When one fails, the others are told.
-fn ranks<T: Send>(n: usize, options: Options, body: impl Fn(&mut Link, &Gpu) -> anyhow::Result<T> + Sync) -> Vec<anyhow::Result<T>> {
+/// Runs `body` as every rank, each in a thread with a GPU of its own; results by rank. When one fails, the others are
+/// told.
+fn ranks<T: Send>(
+    n: usize,
+    options: Options,
+    body: impl Fn(&mut Link, &Gpu) -> anyhow::Result<T> + Sync,
+) -> Vec<anyhow::Result<T>> {
     volley::gpu::make_room_for_ranks();
     let meeting = Threads::new(n, Duration::from_secs(60));
     thread::scope(|scope| {
@@ -110,10 +115,16 @@ fn all_algorithms_give_the_hosts_sums() {
         let want = expected(n, rows, dim);
         for (rank, result) in results.into_iter().enumerate() {
             for (i, x) in result.unwrap().iter().enumerate() {
-                let differ: Vec<_> =
-                    (0..x.len()).filter(|&at| x[at].to_bits() != want[at].to_bits()).map(|at| (at, x[at], want[at])).collect();
+                let differ: Vec<_> = (0..x.len())
+                    .filter(|&at| x[at].to_bits() != want[at].to_bits())
+                    .map(|at| (at, x[at], want[at]))
+                    .collect();
                 let first = &differ[..differ.len().min(4)];
-                assert!(differ.is_empty(), "{n} ranks, {rows} x {dim}, rank {rank}, result {i}: {} differ, {first:?}", differ.len());
+                assert!(
+                    differ.is_empty(),
+                    "{n} ranks, {rows} x {dim}, rank {rank}, result {i}: {} differ, {first:?}",
+                    differ.len()
+                );
             }
         }
     }
@@ -125,8 +136,9 @@ const SOAK_DIM: usize = 256;
 const SOAK_SUMS: usize = 4;
 const SOAK_TAPE: usize = 1 << 18;
 
-/// Graphs of sums of every kind, on other data each time, with ranks that fall behind each other, across the wrap of the epochs: x stays to the bit what the host makes of all
-/// partials, added in f32 in order of ranks and rounded once. VOLLEY_SOAK=N replays instead of a few.
+/// Graphs of sums of every kind, on other data each time, with ranks that fall behind each other, across the wrap of
+/// the epochs: x stays to the bit what the host makes of all partials, added in f32 in order of ranks and rounded once.
+/// VOLLEY_SOAK=N replays instead of a few.
 #[test]
 fn sums_soak() {
     let asked = std::env::var("VOLLEY_SOAK").ok().map(|n| n.parse::<usize>().expect("VOLLEY_SOAK is a number"));
@@ -137,21 +149,31 @@ fn sums_soak() {
         let tapes: Vec<Vec<bf16>> = (0..n)
             .map(|rank| {
                 let mut tape = numbers(SOAK_TAPE, 77 + rank as u32);
-                tape.iter_mut().skip(rank).step_by(7).for_each(|x| *x = if x.to_f32() < 0.0 { bf16::NEG_ZERO } else { bf16::ZERO });
+                tape.iter_mut()
+                    .skip(rank)
+                    .step_by(7)
+                    .for_each(|x| *x = if x.to_f32() < 0.0 { bf16::NEG_ZERO } else { bf16::ZERO });
                 tape
             })
             .collect();
-        let sum = |i: usize| bf16::from_f32(tapes.iter().fold(0.0f32, |sum, tape| sum + tape[i].to_f32())).to_f32() + 0.0;
+        let sum =
+            |i: usize| bf16::from_f32(tapes.iter().fold(0.0f32, |sum, tape| sum + tape[i].to_f32())).to_f32() + 0.0;
         let sums: Vec<f32> = (0..SOAK_TAPE).map(sum).collect();
         let near_wrap = Options { last_epoch: u32::MAX - 50, ..Options::default() };
         let results = ranks(n, near_wrap, |link, gpu| soak(link, gpu, &tapes[link.rank], &sums, replays));
-        let counts: Vec<usize> = results.into_iter().map(|r| r.unwrap_or_else(|e| panic!("{n} ranks: {e:#}"))).collect();
+        let counts: Vec<usize> =
+            results.into_iter().map(|r| r.unwrap_or_else(|e| panic!("{n} ranks: {e:#}"))).collect();
         assert!(counts[0] >= replays && counts.iter().all(|count| *count == counts[0]), "{counts:?}");
-        println!("{n} ranks: {} replays of sums in {:.1} s, all right to the bit", counts[0], start.elapsed().as_secs_f64());
+        println!(
+            "{n} ranks: {} replays of sums in {:.1} s, all right to the bit",
+            counts[0],
+            start.elapsed().as_secs_f64()
+        );
         // One bit of what one rank sends another is enough.
         if n == 3 {
-            let mut results =
-                ranks(n, planted(FaultKind::Flip, Some(Algorithm::Push)), |link, gpu| soak(link, gpu, &tapes[link.rank], &sums, 40));
+            let mut results = ranks(n, planted(FaultKind::Flip, Some(Algorithm::Push)), |link, gpu| {
+                soak(link, gpu, &tapes[link.rank], &sums, 40)
+            });
             let error = results.swap_remove(2).expect_err("it must be noticed");
             assert!(format!("{error:#}").contains(" instead of "), "{error:#}");
         }
@@ -189,7 +211,8 @@ fn soak(link: &Link, gpu: &Gpu, tape: &[bf16], sums: &[f32], replays: usize) -> 
             };
             calls.push((Choice { algorithm, blocks }, sum));
         }
-        let graph = gpu.capture(|| calls.iter().try_for_each(|(choice, sum)| link.all_reduce_with(*choice, STEP, sum)))?;
+        let graph =
+            gpu.capture(|| calls.iter().try_for_each(|(choice, sum)| link.all_reduce_with(*choice, STEP, sum)))?;
         graphs.push((graph, calls.iter().map(|(_, sum)| sum.rows).collect::<Vec<usize>>()));
     }
     gpu.synchronize()?;
@@ -198,8 +221,9 @@ fn soak(link: &Link, gpu: &Gpu, tape: &[bf16], sums: &[f32], replays: usize) -> 
     while done < replays {
         // Rows in use are less than the graph's now and then.
         let offset = below(&mut shared, SOAK_TAPE - SOAK_SUMS * N);
-        let in_use: Vec<i32> =
-            (0..SOAK_SUMS).map(|_| if below(&mut shared, 4) > 0 { 99 } else { 1 + below(&mut shared, SOAK_ROWS) as i32 }).collect();
+        let in_use: Vec<i32> = (0..SOAK_SUMS)
+            .map(|_| if below(&mut shared, 4) > 0 { 99 } else { 1 + below(&mut shared, SOAK_ROWS) as i32 })
+            .collect();
         gpu.upload(&tape[offset..offset + SOAK_SUMS * N], partials.at(0))?;
         gpu.upload(&in_use, used.at(0))?;
         gpu.synchronize()?;
@@ -221,7 +245,12 @@ fn soak(link: &Link, gpu: &Gpu, tape: &[bf16], sums: &[f32], replays: usize) -> 
         link.check()?;
         if let Some(i) = (0..N).find(|&i| found[i].to_bits() != expected[i].to_bits()) {
             let (row, column) = (i / SOAK_DIM, i % SOAK_DIM);
-            anyhow::bail!("rank {}, after {done} replays, row {row}, column {column}: {} instead of {}", link.rank, found[i], expected[i]);
+            anyhow::bail!(
+                "rank {}, after {done} replays, row {row}, column {column}: {} instead of {}",
+                link.rank,
+                found[i],
+                expected[i]
+            );
         }
     }
     link.barrier()?; // before anything goes
@@ -359,7 +388,8 @@ fn alike<T: std::fmt::Debug>(results: Vec<anyhow::Result<T>>) -> T {
     all.swap_remove(0)
 }
 
-/// Of tests that wait in vain. Ranks that share a GPU come to a collective tens of milliseconds after each other at first.
+/// Of tests that wait in vain. Ranks that share a GPU come to a collective tens of milliseconds after each other at
+/// first.
 const PATIENCE: Duration = Duration::from_millis(150);
 
 fn planted(kind: FaultKind, only: Option<Algorithm>) -> Options {
@@ -425,12 +455,19 @@ fn the_tuner_does_not_choose_what_is_wrong() {
     for (kind, wrong, words) in [
         (FaultKind::Flip, Push, ": 12 of 96 sums are wrong, first row 0 column 3: expected "),
         // The others wait too, for what rank 2 would make of it.
-        (FaultKind::Drop, TwoShot, &format!(": no data from rank 1 (GPU {}) in the check of sums (sums to add) for ", gpu_of(1))),
+        (
+            FaultKind::Drop,
+            TwoShot,
+            &format!(": no data from rank 1 (GPU {}) in the check of sums (sums to add) for ", gpu_of(1)),
+        ),
     ] {
         let (tuned, failed): (Vec<Tuned>, Vec<Failed>) = tune(3, planted(kind, Some(wrong)));
         let line = format!("rank 2 (GPU {}){words}", gpu_of(2));
         assert!(failed.len() == 1 && failed[0].algorithm == wrong && failed[0].why.starts_with(&line), "{failed:?}");
-        assert!(tuned.len() == 2 && tuned.iter().all(|t| t.choice.algorithm != wrong && !algorithms(t).contains(&wrong)), "{tuned:?}");
+        assert!(
+            tuned.len() == 2 && tuned.iter().all(|t| t.choice.algorithm != wrong && !algorithms(t).contains(&wrong)),
+            "{tuned:?}"
+        );
     }
 }
 
@@ -472,10 +509,13 @@ fn choices_are_remembered() {
 fn a_pair_that_is_off_ends_the_start_or_its_algorithm() {
     let settle = |only, require_p2p| {
         let collectives = Collectives { measure: Measure::Anew, require_p2p, ..Collectives::default() };
-        let names = alike(ranks(3, Options::default(), |link, _| Ok(format!("{} to {}: off", name(link, 1), name(link, 2)))));
+        let names =
+            alike(ranks(3, Options::default(), |link, _| Ok(format!("{} to {}: off", name(link, 1), name(link, 2)))));
         (names, ranks(3, planted(FaultKind::Zero, only), move |link, _| links::settle(link, &collectives, 16)))
     };
-    for (require_p2p, words) in [(true, "--require-p2p: "), (false, "words between ranks: rank 2: wrong ones arrived; ")] {
+    for (require_p2p, words) in
+        [(true, "--require-p2p: "), (false, "words between ranks: rank 2: wrong ones arrived; ")]
+    {
         let (names, results) = settle(None, require_p2p);
         for result in results {
             gave_up(result.map(drop), &[words, &names, "stores wrong"]);
@@ -486,8 +526,9 @@ fn a_pair_that_is_off_ends_the_start_or_its_algorithm() {
     assert!(found.tuned.iter().map(|t| t.rows).eq(TUNED_ROWS), "{found:?}");
 }
 
-/// NCCL's graphs, in a process for each library and each way of adding, since NCCL reads its settings once and may hang or crash: what it is forced to works, or is refused in one
-/// line, in seconds. $VOLLEY_NCCL: a library, for one rank; $VOLLEY_NCCL_SHARED: one of 2.30 or later, for two ranks on one GPU.
+/// NCCL's graphs, in a process for each library and each way of adding, since NCCL reads its settings once and may hang
+/// or crash: what it is forced to works, or is refused in one line, in seconds. $VOLLEY_NCCL: a library, for one rank;
+/// $VOLLEY_NCCL_SHARED: one of 2.30 or later, for two ranks on one GPU.
 #[test]
 fn nccl_works_in_graphs_or_refuses() {
     let mut refused = Vec::new();
@@ -496,14 +537,20 @@ fn nccl_works_in_graphs_or_refuses() {
             let _ = writeln!(std::io::stderr(), "skipped: ${variable} names no NCCL library for {n} ranks on a GPU");
             continue;
         };
-        for (forced, algorithm) in
-            [("Ring", Algorithm::Nccl), ("Ring", Algorithm::NcclAllReduce), ("Tree", Algorithm::Nccl), ("Tree", Algorithm::NcclAllReduce)]
-        {
+        for (forced, algorithm) in [
+            ("Ring", Algorithm::Nccl),
+            ("Ring", Algorithm::NcclAllReduce),
+            ("Tree", Algorithm::Nccl),
+            ("Tree", Algorithm::NcclAllReduce),
+        ] {
             let start = Instant::now();
             let mut child = Command::new(std::env::current_exe().unwrap());
             child.args(["--ignored", "--exact", "nccl_in_this_process", "--nocapture"]).stdin(Stdio::null());
             child.envs(nccl::defaults(n > 1)).env("NCCL_ALGO", forced);
-            child.env("VOLLEY_NCCL", &library).env("VOLLEY_NCCL_RANKS", n.to_string()).env("VOLLEY_NCCL_SUMS", algorithm.name());
+            child
+                .env("VOLLEY_NCCL", &library)
+                .env("VOLLEY_NCCL_RANKS", n.to_string())
+                .env("VOLLEY_NCCL_SUMS", algorithm.name());
             let mut child = child.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
             while child.try_wait().unwrap().is_none() && start.elapsed() < Duration::from_secs(40) {
                 thread::sleep(Duration::from_millis(10));
@@ -512,11 +559,21 @@ fn nccl_works_in_graphs_or_refuses() {
             let out = child.wait_with_output().unwrap();
             let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
             let what = format!("{n} ranks, {forced}, {}", algorithm.name());
-            let both = format!("{what}: {} after {:?}\n{}{}", out.status, start.elapsed(), text(&out.stdout), text(&out.stderr));
+            let both = format!(
+                "{what}: {} after {:?}\n{}{}",
+                out.status,
+                start.elapsed(),
+                text(&out.stdout),
+                text(&out.stderr)
+            );
             match out.status.code() {
                 Some(0) => print!(
                     "{}",
-                    text(&out.stdout).lines().filter(|l| l.starts_with("NCCL")).map(|l| format!("{what}: {l}\n")).collect::<String>()
+                    text(&out.stdout)
+                        .lines()
+                        .filter(|l| l.starts_with("NCCL"))
+                        .map(|l| format!("{what}: {l}\n"))
+                        .collect::<String>()
                 ),
                 Some(3) if text(&out.stderr).lines().filter(|l| l.starts_with("error: ")).count() == 1 => {
                     print!("{what}: {}", text(&out.stderr));
@@ -550,7 +607,8 @@ fn nccl_in_this_process() {
         eprintln!("error: {error:#}");
         std::process::exit(exit_code(error).into());
     }
-    let want = if n == 1 { numbers(rows * dim, 10).iter().map(|x| x.to_f32()).collect() } else { expected(n, rows, dim) };
+    let want =
+        if n == 1 { numbers(rows * dim, 10).iter().map(|x| x.to_f32()).collect() } else { expected(n, rows, dim) };
     for result in results.into_iter().flat_map(|r| r.unwrap()) {
         for (i, (found, want)) in result.iter().zip(&want).enumerate() {
             // NCCL rounds sums where it likes.
@@ -566,8 +624,10 @@ fn nccl_alone(gpu: &Gpu, library: Arc<nccl::Library>, sums: bool, n: usize) -> a
     let (from, to) = (gpu.store(&numbers(n, 10))?, gpu.allocate(2 * n)?);
     let warm_up = nccl::WarmUp { sums, sizes: vec![n], from: from.at(0), to: to.at(0) };
     let comm = nccl::Comm::connect(&library, gpu.raw().expect("a real GPU"), 1, 0, library.unique_id()?, warm_up)?;
-    let call = || if sums { comm.all_reduce(from.at(0), to.at(0), n) } else { comm.all_gather(from.at(0), to.at(0), n) };
-    let result = || Ok::<_, anyhow::Error>(gpu.download::<bf16>(to.at(0), n)?.iter().map(|x| x.to_f32()).collect::<Vec<f32>>());
+    let call =
+        || if sums { comm.all_reduce(from.at(0), to.at(0), n) } else { comm.all_gather(from.at(0), to.at(0), n) };
+    let result =
+        || Ok::<_, anyhow::Error>(gpu.download::<bf16>(to.at(0), n)?.iter().map(|x| x.to_f32()).collect::<Vec<f32>>());
     gpu.fill(to.at(0), 0, 2 * n)?;
     call()?;
     let mut results = vec![result()?];

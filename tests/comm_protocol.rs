@@ -1,9 +1,12 @@
-//! The protocol of the collectives between ranks as a state machine under shuttle: ranks of two threads each, windows with buffers, epochs that wrap, sentinels,
-//! flags, chunks, as kernels/comm_protocol.h describes and kernels/comm.cuh does it, one channel of it. Every schedule must end with every rank's sums right.
+//! The protocol of the collectives between ranks as a state machine under shuttle: ranks of two threads each, windows
+//! with buffers, epochs that wrap, sentinels, flags, chunks, as kernels/comm_protocol.h describes and kernels/comm.cuh
+//! does it, one channel of it. Every schedule must end with every rank's sums right.
 //!
-//! Shuttle chooses who runs next. Its atomics are sequentially consistent, and a GPU's stores to another are not: so memory is a map here, a store is under way
-//! until it arrives, late and in any order, and only a fence, a release or the end of a kernel says otherwise. Loads are never late. Each planted fault is a macro
-//! of comm.cuh, which kernels/shim/test_comm.cpp must catch (scripts/test_kernels.sh); here the model must. Arithmetic is left to that test.
+//! Shuttle chooses who runs next. Its atomics are sequentially consistent, and a GPU's stores to another are not: so
+//! memory is a map here, a store is under way until it arrives, late and in any order, and only a fence, a release or
+//! the end of a kernel says otherwise. Loads are never late. Each planted fault is a macro of comm.cuh, which
+//! kernels/shim/test_comm.cpp must catch (scripts/test_kernels.sh); here the model must. Arithmetic is left to that
+//! test.
 use shuttle::scheduler::RandomScheduler;
 use shuttle::{thread, Config, FailurePersistence, MaxSteps, Runner};
 use std::collections::{BTreeMap, HashSet};
@@ -14,7 +17,8 @@ use Kind::{Exchange, Pull, Push, TwoShot};
 /// Threads of a rank's block.
 const LANES: usize = 2;
 
-/// A wait that is longer, in turns of all threads together, is an error. The longest of a rank that is merely slow takes a tenth of it.
+/// A wait that is longer, in turns of all threads together, is an error. The longest of a rank that is merely slow
+/// takes a tenth of it.
 const PATIENCE: u64 = 40_000;
 
 /// What comm_protocol.h says.
@@ -113,7 +117,15 @@ struct Case {
 impl Case {
     /// Starts two chunks before the epoch wraps.
     fn new(ranks: usize, script: Vec<Collective>) -> Case {
-        Case { ranks, script, protocol: Protocol::read(), last_epoch: u32::MAX - 2, slow: None, dies: None, fault: None }
+        Case {
+            ranks,
+            script,
+            protocol: Protocol::read(),
+            last_epoch: u32::MAX - 2,
+            slow: None,
+            dies: None,
+            fault: None,
+        }
     }
 }
 
@@ -127,7 +139,8 @@ type Place = (usize, usize, usize, usize);
 
 fn partial(place: Place, rank: usize) -> u64 {
     let (collective, chunk, vector, half) = place;
-    let seed = [collective, chunk, vector, half, rank].iter().fold(7u64, |h, &x| h.wrapping_mul(0x100_0000_01b3) ^ x as u64);
+    let seed =
+        [collective, chunk, vector, half, rank].iter().fold(7u64, |h, &x| h.wrapping_mul(0x100_0000_01b3) ^ x as u64);
     let number = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) & !NEGATIVE_ZERO;
     if number % 5 == 0 {
         0
@@ -207,7 +220,8 @@ impl State {
         self.random >> 20
     }
 
-    /// Those stores arrive that `wanted` picks. Of a rank's stores to one place the older comes first, unless a fence asks for the newer alone.
+    /// Those stores arrive that `wanted` picks. Of a rank's stores to one place the older comes first, unless a fence
+    /// asks for the newer alone.
     fn deliver(&mut self, fence: bool, wanted: impl Fn(&Flight) -> bool) {
         let mut held = HashSet::new();
         let memory = &mut self.memory;
@@ -286,7 +300,8 @@ impl Lane {
         let mut state = self.turn()?;
         let late = if state.random() % 32 == 0 { 600 } else { 4 };
         let due = state.turns + state.random() % late;
-        let flight = Flight { rank: self.rank, lane: self.lane, barrier: state.ranks[self.rank].barriers, at, value, due };
+        let flight =
+            Flight { rank: self.rank, lane: self.lane, barrier: state.ranks[self.rank].barriers, at, value, due };
         state.in_flight.push(flight);
         Ok(())
     }
@@ -367,13 +382,17 @@ impl Lane {
         Ok(false)
     }
 
-    /// The epoch of the next chunk. The one rule: whoever starts a chunk knows that every thread of every rank has ended the chunk before the last.
+    /// The epoch of the next chunk. The one rule: whoever starts a chunk knows that every thread of every rank has
+    /// ended the chunk before the last.
     fn start_chunk(&mut self, epoch: u32) -> Alive<u32> {
         let mut state = self.turn()?;
         if self.case().fault.is_none() && state.ranks.iter().all(|rank| rank.poison == 0) {
             let slowest = state.ranks.iter().flat_map(|rank| rank.ended).min().unwrap_or(0);
             if slowest + 1 < self.begun {
-                state.ahead = Some(format!("rank {} starts chunk {} when a thread has ended only {slowest}", self.rank, self.begun));
+                state.ahead = Some(format!(
+                    "rank {} starts chunk {} when a thread has ended only {slowest}",
+                    self.rank, self.begun
+                ));
             }
         }
         drop(state);
@@ -524,7 +543,8 @@ impl Lane {
             }
             epoch = self.start_chunk(epoch)?;
             let mine: Vec<_> = of_owner(self.rank, *rows).skip(self.lane).step_by(LANES).collect();
-            let others: Vec<_> = self.peers().flat_map(|owner| of_owner(owner, *rows)).skip(self.lane).step_by(LANES).collect();
+            let others: Vec<_> =
+                self.peers().flat_map(|owner| of_owner(owner, *rows)).skip(self.lane).step_by(LANES).collect();
             for &(owner, at, i) in &others {
                 self.store_vector(self.slot(owner, epoch, pushed, self.rank, at), self.own((k, chunk, i)).map(sent))?;
             }
@@ -604,7 +624,11 @@ fn host(world: &World) {
     }
     let mut state = lock();
     if state.ranks.iter().any(gave_up) {
-        state.ranks.iter_mut().filter(|rank| rank.poison == 0).for_each(|rank| rank.poison = world.case.protocol.poison_host);
+        state
+            .ranks
+            .iter_mut()
+            .filter(|rank| rank.poison == 0)
+            .for_each(|rank| rank.poison = world.case.protocol.poison_host);
     }
 }
 
@@ -653,13 +677,18 @@ fn explore(case: &Case, seed: u64, n: usize) -> Vec<Ending> {
         let mut state = world.state.lock().expect("nobody panics with it");
         state.deliver(true, |_| true);
         let poison = state.ranks.iter().map(|rank| rank.poison).collect();
-        all.lock().expect("nobody panics with it").push(Ending { wrong: wrong(&case, &state), poison, turns: state.turns });
+        all.lock().expect("nobody panics with it").push(Ending {
+            wrong: wrong(&case, &state),
+            poison,
+            turns: state.turns,
+        });
     });
     let mut endings = endings.lock().expect("nobody panics with it");
     std::mem::take(&mut endings)
 }
 
-/// What is not as all ranks should leave it; of a case where one dies, what a rank that was not told to give up has wrong.
+/// What is not as all ranks should leave it; of a case where one dies, what a rank that was not told to give up has
+/// wrong.
 fn wrong(case: &Case, state: &State) -> Option<String> {
     let dead = case.dies.map(|(rank, _)| rank);
     for (r, rank) in state.ranks.iter().enumerate() {
@@ -677,7 +706,10 @@ fn wrong(case: &Case, state: &State) -> Option<String> {
                 for place in (0..rows * c.columns).flat_map(|i| (0..halves).map(move |half| (k, chunk, i, half))) {
                     let (found, expected) = (rank.results.get(&place), expected(c.kind, place, case.ranks));
                     if found != Some(&expected) {
-                        return Some(format!("rank {r}, {:?}, {place:?}: expected {expected:x}, found {found:x?}", c.kind));
+                        return Some(format!(
+                            "rank {r}, {:?}, {place:?}: expected {expected:x}, found {found:x?}",
+                            c.kind
+                        ));
                     }
                 }
             }
@@ -712,7 +744,13 @@ fn mixed(seed: u64, ranks: usize) -> Vec<Collective> {
 
 fn holds(case: &Case, seed: u64, n: usize) {
     for ending in explore(case, seed, n) {
-        assert!(ending.wrong.is_none(), "seed {seed}, {} ranks, {:?}: {}", case.ranks, case.script, ending.wrong.unwrap_or_default());
+        assert!(
+            ending.wrong.is_none(),
+            "seed {seed}, {} ranks, {:?}: {}",
+            case.ranks,
+            case.script,
+            ending.wrong.unwrap_or_default()
+        );
     }
 }
 
@@ -742,7 +780,8 @@ fn a_slow_rank_is_waited_for() {
     }
 }
 
-/// One rank dies at any of its operations: of the others each has all its sums or is poisoned, the first by its own patience, and all end soon.
+/// One rank dies at any of its operations: of the others each has all its sums or is poisoned, the first by its own
+/// patience, and all end soon.
 #[test]
 fn a_dead_rank_ends_the_others() {
     let (mut by_patience, mut by_host) = (0, 0);
@@ -752,7 +791,8 @@ fn a_dead_rank_ends_the_others() {
         let case = Case { dies: Some((dead, 1 + (seed - 200) * 11)), ..Case::new(ranks, mixed(seed, ranks)) };
         for ending in explore(&case, seed, 2) {
             assert!(ending.wrong.is_none(), "seed {seed}: {}", ending.wrong.unwrap_or_default());
-            let count = |word: u64| ending.poison.iter().enumerate().filter(|(rank, p)| *rank != dead && **p == word).count();
+            let count =
+                |word: u64| ending.poison.iter().enumerate().filter(|(rank, p)| *rank != dead && **p == word).count();
             let [timeout, host] = [case.protocol.poison_timeout, case.protocol.poison_host].map(count);
             assert!(timeout >= 1 || host == 0, "seed {seed}: poisoned by the host, but nobody had given up");
             // Then each thread looks so often once more in each collective.
@@ -767,7 +807,8 @@ fn a_dead_rank_ends_the_others() {
 
 #[test]
 fn each_planted_fault_is_noticed() {
-    // A short last chunk leaves a thread without work, or gives it another's. A late zero needs chunks that follow each other in one kernel.
+    // A short last chunk leaves a thread without work, or gives it another's. A late zero needs chunks that follow each
+    // other in one kernel.
     let (short, third, long): (&[usize], &[usize], &[usize]) = (&[2, 1], &[2, 2, 1], &[1, 1, 1, 1, 1]);
     let cases = [
         (Fault::EndBarrier, Push, short, &[2, 3][..]),
@@ -800,7 +841,12 @@ fn other_constants_are_noticed() {
         let case = Case { protocol: Protocol { buffers: 1, ..p }, ..Case::new(2, once(kind)) };
         is_noticed(&format!("one buffer, {kind:?}"), &case, 1, 20);
     }
-    is_noticed("1 after the wrap", &Case { protocol: Protocol { after_wrap: 1, ..p }, ..Case::new(2, once(Push)) }, 2, 60);
+    is_noticed(
+        "1 after the wrap",
+        &Case { protocol: Protocol { after_wrap: 1, ..p }, ..Case::new(2, once(Push)) },
+        2,
+        60,
+    );
     let at_wrap = Case { last_epoch: u32::MAX, ..Case::new(2, once(Exchange)) };
     holds(&at_wrap, 3, 20);
     is_noticed("0 after the wrap", &Case { protocol: Protocol { after_wrap: 0, ..p }, ..at_wrap }, 3, 20);

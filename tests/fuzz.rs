@@ -1,7 +1,8 @@
-//! What others wrote, damaged at random: every file and request that this program reads. What is refused is refused in one line, what is accepted
-//! computes; nothing panics, hangs or takes absurd memory. support/fuzz.rs makes the inputs, tests/data/fuzz has those to start from, among them
-//! all that ever failed. `VOLLEY_FUZZ_SECONDS=600 cargo test --test fuzz NAME -- --nocapture` looks longer; when the process itself ends, by an
-//! overflow of the stack or out of memory, the input is target/tmp/fuzz/NAME.
+//! What others wrote, damaged at random: every file and request that this program reads. What is refused is refused in
+//! one line, what is accepted computes; nothing panics, hangs or takes absurd memory. support/fuzz.rs makes the inputs,
+//! tests/data/fuzz has those to start from, among them all that ever failed. `VOLLEY_FUZZ_SECONDS=600 cargo test --test
+//! fuzz NAME -- --nocapture` looks longer; when the process itself ends, by an overflow of the stack or out of memory,
+//! the input is target/tmp/fuzz/NAME.
 #[path = "support/drafter.rs"]
 mod drafter;
 #[path = "support/fuzz.rs"]
@@ -52,9 +53,11 @@ fn json_bytes(value: &Value) -> Vec<u8> {
 
 /// Every config.json of these folders.
 fn configs(folders: &[&str]) -> Vec<(PathBuf, Value)> {
-    let files = folders.iter().flat_map(|folder| fs::read_dir(root().join(folder)).unwrap().map(|entry| entry.unwrap().path()));
+    let files =
+        folders.iter().flat_map(|folder| fs::read_dir(root().join(folder)).unwrap().map(|entry| entry.unwrap().path()));
     let files = files.map(|path| if path.is_dir() { path.join("config.json") } else { path });
-    let mut files: Vec<PathBuf> = files.filter(|path| path.is_file() && path.extension().is_some_and(|end| end == "json")).collect();
+    let mut files: Vec<PathBuf> =
+        files.filter(|path| path.is_file() && path.extension().is_some_and(|end| end == "json")).collect();
     files.sort();
     files.into_iter().map(|path| (path.clone(), read_json(&path))).collect()
 }
@@ -92,7 +95,8 @@ fn small_file(names: &[&str]) -> Vec<u8> {
 
 #[test]
 fn safetensors() {
-    let seeds = vec![small_file(&[]), small_file(&["a"]), small_file(&["model.norm.weight", "lm_head.weight", "x", "y"])];
+    let seeds =
+        vec![small_file(&[]), small_file(&["a"]), small_file(&["model.norm.weight", "lm_head.weight", "x", "y"])];
     let dir = place();
     fuzz(
         "safetensors",
@@ -145,7 +149,9 @@ fn config_alone(config_json: &[u8], generation_json: Option<&[u8]>) -> Result<()
     assert!(table.iter().all(|f| f.is_finite()) && config.rope.attention_factor().is_finite());
     assert!(config.eos.iter().all(|(id, _)| (*id as usize) < config.vocab), "an end token that the model cannot say");
     // Several ranks may not suit it; that is said, too.
-    for (count, pass) in [(2, Pass::Prefill { rows: 16 }), (3, Pass::Verify { width: 1 }), (8, Pass::Verify { width: 8 })] {
+    for (count, pass) in
+        [(2, Pass::Prefill { rows: 16 }), (3, Pass::Verify { width: 1 }), (8, Pass::Verify { width: 8 })]
+    {
         drop(plan::target(&config, pass, Ranks::new(count - 1, count), &[]));
     }
     plan::target(&config, Pass::Verify { width: 1 }, Ranks::ONE, &[]).map(drop)
@@ -156,9 +162,13 @@ const CONFIGS: [&str; 3] = ["tests/data/configs", "tests/data/tiny", "tests/shap
 #[test]
 fn config() {
     let seeds = configs(&CONFIGS).into_iter().map(|(_, config)| json_bytes(&config)).collect();
-    fuzz("config", Format::Json, seeds, &["llama3", "yarn", "linear", "dynamic", "rope_scaling", "quantization_config", "fp8"], |input| {
-        config_alone(input, None)
-    });
+    fuzz(
+        "config",
+        Format::Json,
+        seeds,
+        &["llama3", "yarn", "linear", "dynamic", "rope_scaling", "quantization_config", "fp8"],
+        |input| config_alone(input, None),
+    );
 }
 
 #[test]
@@ -167,27 +177,42 @@ fn generation() {
         json_bytes(
             &json!({"eos_token_id": [1, 2], "bos_token_id": 0, "pad_token_id": 2, "do_sample": true, "temperature": 0.6, "top_p": 0.95}),
         ),
-        json_bytes(&json!({"eos_token_id": 2, "transformers_version": "4.45.0", "max_length": 4096, "_from_model_config": true})),
+        json_bytes(
+            &json!({"eos_token_id": 2, "transformers_version": "4.45.0", "max_length": 4096, "_from_model_config": true}),
+        ),
     ];
     let config = fs::read(root().join("tests/data/configs/smollm2-135m-instruct.json")).unwrap();
-    fuzz("generation", Format::Json, seeds, &["suppress_tokens", "forced_bos_token_id"], move |input| config_alone(&config, Some(input)));
+    fuzz("generation", Format::Json, seeds, &["suppress_tokens", "forced_bos_token_id"], move |input| {
+        config_alone(&config, Some(input))
+    });
 }
 
 /// A config beside weights that it may not be made for.
 #[test]
 fn model() {
     let dirs = configs(&["tests/data/tiny"]);
-    let seeds = dirs.iter().enumerate().map(|(i, (_, config))| json_bytes(&json!({"weights": i, "config.json": config}))).collect();
+    let seeds = dirs
+        .iter()
+        .enumerate()
+        .map(|(i, (_, config))| json_bytes(&json!({"weights": i, "config.json": config})))
+        .collect();
     let checkpoints: Vec<Checkpoint> =
         dirs.iter().map(|(path, _)| Checkpoint::open(path.parent().unwrap(), Read::Plain).unwrap()).collect();
     let table = Table::builtin().unwrap();
-    fuzz("model", Format::Json, seeds, &["llama3", "yarn", "linear", "dynamic", "rope_scaling", "first_k_dense_replace"], move |input| {
-        let which = part(input, "weights", false).and_then(|which| serde_json::from_slice(&which).ok()).unwrap_or(0usize);
-        let config = part(input, "config.json", true).context("no config")?;
-        let config = Config::parse(std::str::from_utf8(&config)?, None)?;
-        let weights = claim(&table, &config, &checkpoints[which % checkpoints.len()])?;
-        computes(config, weights, None)
-    });
+    fuzz(
+        "model",
+        Format::Json,
+        seeds,
+        &["llama3", "yarn", "linear", "dynamic", "rope_scaling", "first_k_dense_replace"],
+        move |input| {
+            let which =
+                part(input, "weights", false).and_then(|which| serde_json::from_slice(&which).ok()).unwrap_or(0usize);
+            let config = part(input, "config.json", true).context("no config")?;
+            let config = Config::parse(std::str::from_utf8(&config)?, None)?;
+            let weights = claim(&table, &config, &checkpoints[which % checkpoints.len()])?;
+            computes(config, weights, None)
+        },
+    );
 }
 
 /// Texts that tokenizers stumble over.
@@ -203,7 +228,11 @@ const TEXTS: [&str; 6] = [
 fn encodes(tokenizer: &Tokenizer) -> Result<()> {
     for text in TEXTS {
         for ids in [tokenizer.encode_raw(text)?, tokenizer.encode_rendered(text)?] {
-            assert!(ids.iter().all(|id| (*id as usize) < tokenizer.vocab_size()), "{ids:?} of {}", tokenizer.vocab_size());
+            assert!(
+                ids.iter().all(|id| (*id as usize) < tokenizer.vocab_size()),
+                "{ids:?} of {}",
+                tokenizer.vocab_size()
+            );
             tokenizer.decode(&ids, false);
             tokenizer.decode(&ids, true);
         }
@@ -218,13 +247,22 @@ fn tokenizer() {
     let dir = place();
     let seed = |t0: T0| {
         t0.write(dir.path());
-        let [tokenizer, config] = ["tokenizer.json", "tokenizer_config.json"].map(|file| read_json(&dir.path().join(file)));
+        let [tokenizer, config] =
+            ["tokenizer.json", "tokenizer_config.json"].map(|file| read_json(&dir.path().join(file)));
         json_bytes(&json!({"tokenizer.json": tokenizer, "tokenizer_config.json": config}))
     };
     let seeds = vec![seed(T0::new()), seed(T0::new().adds_bos(true))];
     let dir = place();
-    let words =
-        ["added_tokens_decoder", "additional_special_tokens", "Metaspace", "ByteFallback", "\\p{L}+|(?!x)", "(a+)+$", "(?<=x*)", "▁"];
+    let words = [
+        "added_tokens_decoder",
+        "additional_special_tokens",
+        "Metaspace",
+        "ByteFallback",
+        "\\p{L}+|(?!x)",
+        "(a+)+$",
+        "(?<=x*)",
+        "▁",
+    ];
     fuzz("tokenizer", Format::Json, seeds, &words, move |input| {
         for file in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.json"] {
             match part(input, file, file == "tokenizer.json") {
@@ -243,12 +281,15 @@ fn tiktoken() {
         let mut text = String::new();
         for group in bytes.chunks(3) {
             let bits = group.iter().fold(0u32, |bits, byte| bits << 8 | u32::from(*byte)) << (8 * (3 - group.len()));
-            (0..4).for_each(|i| text.push(if i > group.len() { '=' } else { DIGITS[(bits >> (18 - 6 * i)) as usize & 63] as char }));
+            (0..4).for_each(|i| {
+                text.push(if i > group.len() { '=' } else { DIGITS[(bits >> (18 - 6 * i)) as usize & 63] as char })
+            });
         }
         text
     };
-    let tokens =
-        (0..=255u8).map(|byte| vec![byte]).chain([&b"aa"[..], b"aaaa", b"he", b"ll", b"hell", b" w", "한".as_bytes()].map(<[u8]>::to_vec));
+    let tokens = (0..=255u8)
+        .map(|byte| vec![byte])
+        .chain([&b"aa"[..], b"aaaa", b"he", b"ll", b"hell", b" w", "한".as_bytes()].map(<[u8]>::to_vec));
     let lines: Vec<String> = tokens.enumerate().map(|(rank, token)| format!("{} {rank}\n", base64(&token))).collect();
     let config = json!({"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", null]}, "bos_token": "[BOS]", "eos_token": "[EOS]",
         "added_tokens_decoder": {"263": {"content": "[BOS]", "special": true}, "264": {"content": "[EOS]", "special": true}}});
@@ -268,7 +309,9 @@ fn templates() -> Vec<String> {
         let dir = root().join("tests/data/text").join(folder);
         templates.push(match fs::read_to_string(dir.join("chat_template.jinja")) {
             Ok(text) => text,
-            Err(_) => read_json(&dir.join("tokenizer_config.json"))["chat_template"].as_str().expect("a template").to_string(),
+            Err(_) => {
+                read_json(&dir.join("tokenizer_config.json"))["chat_template"].as_str().expect("a template").to_string()
+            }
         });
     }
     templates
@@ -287,7 +330,10 @@ fn hostile_messages() -> Value {
 
 #[test]
 fn template() {
-    let seeds = templates().iter().map(|source| json_bytes(&json!({"template": source, "messages": hostile_messages()}))).collect();
+    let seeds = templates()
+        .iter()
+        .map(|source| json_bytes(&json!({"template": source, "messages": hostile_messages()})))
+        .collect();
     let words = [
         "{{",
         "}}",
@@ -323,8 +369,10 @@ fn template() {
         let source = part(input, "template", true).context("no template")?;
         let messages = part(input, "messages", false).unwrap_or_else(|| json_bytes(&hostile_messages()));
         let messages: Vec<Message> = serde_json::from_slice(&messages)?;
-        let template = ChatTemplate::new(std::str::from_utf8(&source)?, &[("bos_token", "<s>"), ("eos_token", "</s>")])?;
-        let text = template.render(&messages, &ChatOptions { add_generation_prompt: true, ..ChatOptions::default() })?;
+        let template =
+            ChatTemplate::new(std::str::from_utf8(&source)?, &[("bos_token", "<s>"), ("eos_token", "</s>")])?;
+        let text =
+            template.render(&messages, &ChatOptions { add_generation_prompt: true, ..ChatOptions::default() })?;
         ensure!(text.len() < 1 << 30, "long");
         Ok(())
     });
@@ -341,7 +389,8 @@ fn messages() {
             Tokenizer::open(dir.path()).unwrap()
         })
         .collect();
-    let seeds = (0..tokenizers.len()).map(|i| json_bytes(&json!({"template": i, "messages": hostile_messages()}))).collect();
+    let seeds =
+        (0..tokenizers.len()).map(|i| json_bytes(&json!({"template": i, "messages": hostile_messages()}))).collect();
     let words = [
         "<|extra|>",
         "<|tool|>",
@@ -358,10 +407,12 @@ fn messages() {
         "arguments",
     ];
     fuzz("messages", Format::Json, seeds, &words, move |input| {
-        let which = part(input, "template", false).and_then(|which| serde_json::from_slice(&which).ok()).unwrap_or(0usize);
+        let which =
+            part(input, "template", false).and_then(|which| serde_json::from_slice(&which).ok()).unwrap_or(0usize);
         let messages: Vec<Message> = serde_json::from_slice(&part(input, "messages", true).context("no messages")?)?;
         let tokenizer = &tokenizers[which % tokenizers.len()];
-        let ids = tokenizer.encode_chat(&messages, &ChatOptions { add_generation_prompt: true, ..ChatOptions::default() })?;
+        let ids =
+            tokenizer.encode_chat(&messages, &ChatOptions { add_generation_prompt: true, ..ChatOptions::default() })?;
         let unwritten = ["<|extra|>", "<|tool|>"].map(|text| tokenizer.token_id(text).unwrap());
         assert!(!ids.iter().any(|id| unwritten.contains(id)), "a control token from a message: {ids:?}");
         Ok(())
@@ -406,19 +457,26 @@ fn drafter() {
     T0::new().write(t0.path());
     d0.write(dir.path());
     let config = Config::open(t0.path()).unwrap();
-    let weights = claim(&Table::builtin().unwrap(), &config, &Checkpoint::open(t0.path(), Read::Plain).unwrap()).unwrap();
-    fuzz("drafter", Format::Json, seeds, &["norm_before_residual", "fc_norm", "norm_output", "eagle_config"], move |input| {
-        fs::write(dir.path().join("config.json"), part(input, "config.json", true).context("no config")?)?;
-        if let Some(ids) = part(input, "d2t", false).and_then(|ids| serde_json::from_slice::<Vec<i64>>(&ids).ok()) {
-            let bytes = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
-            let mut tensors = d0.tensors.clone();
-            tensors.retain(|tensor| tensor.name != "d2t");
-            tensors.push(TensorData { name: "d2t".into(), dtype: "I64", shape: vec![ids.len()], bytes });
-            support::write_safetensors(&dir.path().join("model.safetensors"), &tensors);
-        }
-        let drafter = DraftModel::open(dir.path(), &config, &weights, Some(512), Read::Plain)?;
-        computes(config.clone(), weights.clone(), Some(drafter))
-    });
+    let weights =
+        claim(&Table::builtin().unwrap(), &config, &Checkpoint::open(t0.path(), Read::Plain).unwrap()).unwrap();
+    fuzz(
+        "drafter",
+        Format::Json,
+        seeds,
+        &["norm_before_residual", "fc_norm", "norm_output", "eagle_config"],
+        move |input| {
+            fs::write(dir.path().join("config.json"), part(input, "config.json", true).context("no config")?)?;
+            if let Some(ids) = part(input, "d2t", false).and_then(|ids| serde_json::from_slice::<Vec<i64>>(&ids).ok()) {
+                let bytes = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+                let mut tensors = d0.tensors.clone();
+                tensors.retain(|tensor| tensor.name != "d2t");
+                tensors.push(TensorData { name: "d2t".into(), dtype: "I64", shape: vec![ids.len()], bytes });
+                support::write_safetensors(&dir.path().join("model.safetensors"), &tensors);
+            }
+            let drafter = DraftModel::open(dir.path(), &config, &weights, Some(512), Read::Plain)?;
+            computes(config.clone(), weights.clone(), Some(drafter))
+        },
+    );
 }
 
 /// `volley chat --json`, which answers one line after the other, the bad ones too.
@@ -431,7 +489,10 @@ struct Chat {
 impl Chat {
     fn start(model: &Path) -> Chat {
         let mut command = Command::new(env!("CARGO_BIN_EXE_volley"));
-        command.args(["chat", "--json", "--device", "cpu", "-c", "100", "-n", "2", "-m"]).arg(model).env("RAYON_NUM_THREADS", "1");
+        command
+            .args(["chat", "--json", "--device", "cpu", "-c", "100", "-n", "2", "-m"])
+            .arg(model)
+            .env("RAYON_NUM_THREADS", "1");
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::inherit());
         // SAFETY: setrlimit may be called between fork and exec.
         unsafe {
@@ -452,7 +513,8 @@ impl Chat {
         loop {
             let mut reply = String::new();
             self.stdout.read_line(&mut reply).expect("a line of text");
-            let reply: Value = serde_json::from_str(&reply).unwrap_or_else(|error| panic!("no reply, {reply:?}: {error}"));
+            let reply: Value =
+                serde_json::from_str(&reply).unwrap_or_else(|error| panic!("no reply, {reply:?}: {error}"));
             if reply.get("delta").is_none() {
                 return reply;
             }

@@ -1,8 +1,10 @@
-//! The engine on a real GPU: goldens, and the checks of cmd/check.rs on tiny models, SmolLM2 and the shape of an 8B model.
+//! The engine on a real GPU: goldens, and the checks of cmd/check.rs on tiny models, SmolLM2 and the shape of an 8B
+//! model.
 //!
-//! Without a GPU every test says "skipped". The binary may be carried to a machine without cargo and run in this repository's root
-//! (scripts/gpu_check.sh does); SmolLM2 is looked for in $VOLLEY_MODEL, then where scripts/fetch_smollm2.py puts it. VOLLEY_SHIM=FILE runs the
-//! kernels compiled by scripts/shim.sh instead: slow, for tests of these tests (`gpu tiny`).
+//! Without a GPU every test says "skipped". The binary may be carried to a machine without cargo and run in this
+//! repository's root (scripts/gpu_check.sh does); SmolLM2 is looked for in $VOLLEY_MODEL, then where
+//! scripts/fetch_smollm2.py puts it. VOLLEY_SHIM=FILE runs the kernels compiled by scripts/shim.sh instead: slow, for
+//! tests of these tests (`gpu tiny`).
 #[path = "support/drafter.rs"]
 mod drafter;
 #[path = "support/experts.rs"]
@@ -53,7 +55,8 @@ const TINY: [&str; 3] = ["llama", "qwen2", "qwen3"];
 /// Experts with grouped and with latent attention; quantised; with a layer for multi-token prediction.
 const EXPERTS: [&str; 5] = ["qwen3_moe", "deepseek_v3", "dsv3_fp8", "dsv3_mtp", "kimi_k25_int4"];
 /// How `tiny8` of experts is stored.
-const SCHEMES: [Option<Scheme>; 4] = [None, Some(Scheme::Fp8Block(32, 32)), Some(Scheme::Fp8Channel), Some(Scheme::Int4(32))];
+const SCHEMES: [Option<Scheme>; 4] =
+    [None, Some(Scheme::Fp8Block(32, 32)), Some(Scheme::Fp8Channel), Some(Scheme::Int4(32))];
 
 #[test]
 fn tiny_models_compute_what_the_reference_computes() {
@@ -67,14 +70,16 @@ fn tiny_models_compute_what_the_reference_computes() {
     }
 }
 
-/// Every kind of pass and of kernel in few launches, drafter and heads of 128 included: racecheck takes a hundred times as long as the kernels.
+/// Every kind of pass and of kernel in few launches, drafter and heads of 128 included: racecheck takes a hundred times
+/// as long as the kernels.
 #[test]
 fn few_launches_of_every_kernel() {
     let Some(gpu) = gpu() else { return };
     let (config, weights) = model(&tiny("llama"));
     let drafter = Some(tiny_llama_drafter(&config, &weights, true));
     let options = Options { context: 256, drafter, ngram: true, require_graphs: true, fail_capture: all_graphs };
-    let mut machine = Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
+    let mut machine =
+        Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     let ids = token_ids(check::STEP_ROWS, 512);
     hold("llama", check::steps(&mut machine, &mut Reference::new(config, weights, 256, None, false).unwrap(), &ids));
     hold("llama", check::speculation(&mut machine, &ids, 4, true));
@@ -121,7 +126,13 @@ fn tiny_models_are_as_near_to_f32_as_bf16_allows() {
         let file = std::fs::read(dir.join("golden.safetensors")).unwrap();
         let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
         let floats = |name: &str| -> Vec<f32> {
-            tensors.tensor(name).unwrap().data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+            tensors
+                .tensor(name)
+                .unwrap()
+                .data()
+                .chunks_exact(4)
+                .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+                .collect()
         };
         // The first greedy row is the last of the prompt.
         let expected = [floats("prompt_logits"), floats("greedy_logits")[512..].to_vec()].concat();
@@ -152,8 +163,8 @@ fn tiny_models_are_as_near_to_f32_as_bf16_allows() {
     }
 }
 
-/// Against transformers on weights dequantised in f32. What bf16 costs was not measured for these: as much as for deepseek_v3 is allowed, whose logits are
-/// off by 0.0144 of their deviation in transformers' own bf16 run.
+/// Against transformers on weights dequantised in f32. What bf16 costs was not measured for these: as much as for
+/// deepseek_v3 is allowed, whose logits are off by 0.0144 of their deviation in transformers' own bf16 run.
 #[test]
 fn quantised_models_are_as_near_to_f32_as_bf16_allows() {
     let Some(gpu) = gpu() else { return };
@@ -161,9 +172,11 @@ fn quantised_models_are_as_near_to_f32_as_bf16_allows() {
         let file = std::fs::read(tiny(name).join("golden.safetensors")).unwrap();
         let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
         let ids = tensors.tensor("ids").unwrap();
-        let ids: Vec<u32> = ids.data().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32).collect();
+        let ids: Vec<u32> =
+            ids.data().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32).collect();
         let golden = tensors.tensor("logits").unwrap();
-        let golden: Vec<f32> = golden.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+        let golden: Vec<f32> =
+            golden.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
         let deviation = (golden.iter().map(|x| x * x).sum::<f32>() / golden.len() as f32).sqrt();
         let found = forced(&mut open(&gpu, &tiny(name), 256, all_graphs).0, &ids, 0);
         let errors = Errors(found.iter().zip(&golden).map(|(a, b)| (a - b).abs()).collect());
@@ -189,7 +202,9 @@ fn layers_of_kimi_give_the_same_bits() {
 #[test]
 fn ranks_hold_every_check() {
     let Some(_) = gpu() else { return };
-    for (name, t0, count) in [("tiny8", tiny8(), 2), ("tiny3", tiny3(), 3), ("tiny8", tiny8().tied(true), 4), ("tiny8", tiny8(), 8)] {
+    for (name, t0, count) in
+        [("tiny8", tiny8(), 2), ("tiny3", tiny3(), 3), ("tiny8", tiny8().tied(true), 4), ("tiny8", tiny8(), 8)]
+    {
         let dir = tempfile::tempdir().unwrap();
         t0.write(dir.path());
         let mut found = Vec::new();
@@ -241,11 +256,13 @@ fn drafts_of_models_with_experts_change_no_text() {
         let (config, weights) = model(&tiny(name));
         let mut drafter = Some(latent_draft_model(&tiny(name), &config, &weights, mtp));
         if name == "kimi_k25_int4" {
-            drafter = drafter.map(|whole| whole.truncate((0..config.vocab as u32).filter(|id| id % 4 != 1).collect()).unwrap());
+            drafter = drafter
+                .map(|whole| whole.truncate((0..config.vocab as u32).filter(|id| id % 4 != 1).collect()).unwrap());
         }
         let ids = token_ids(256, config.vocab);
         let options = Options { context: 256, drafter, ngram: true, require_graphs: true, fail_capture: all_graphs };
-        let mut machine = Machine::new(gpu.clone(), config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
+        let mut machine =
+            Machine::new(gpu.clone(), config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
         hold(name, check::speculation(&mut machine, &ids, 60, true));
         hold(name, check::extends(&mut machine, &ids, 100));
     }
@@ -270,7 +287,14 @@ fn ranks_speculate_without_a_change() {
     tiny8().set("vocab_size", 512).set("num_hidden_layers", 3).write(dir.path());
     let (config, weights) = model(dir.path());
     for (count, split) in [(2, false), (2, true), (8, false)] {
-        let mut setup = ranks::setup(one_more_gpu, gpus(), dir.path(), count, Some(tiny_llama_drafter(&config, &weights, true)), 256);
+        let mut setup = ranks::setup(
+            one_more_gpu,
+            gpus(),
+            dir.path(),
+            count,
+            Some(tiny_llama_drafter(&config, &weights, true)),
+            256,
+        );
         setup.collectives.split_drafter = Some(split);
         let mut conductor = Conductor::new(setup, one_more_gpu(0).unwrap(), &mut |_, _| {}).unwrap();
         let ids = || token_ids(256, 512);
@@ -279,8 +303,8 @@ fn ranks_speculate_without_a_change() {
     }
 }
 
-/// Case O22: whatever happens to one rank, during load, in a capture, at a step, or when it leaves a pass out or its words do not arrive, all end within 10 s, with one line
-/// that names it.
+/// Case O22: whatever happens to one rank, during load, in a capture, at a step, or when it leaves a pass out or its
+/// words do not arrive, all end within 10 s, with one line that names it.
 #[test]
 fn o22_ranks_fail_in_time() {
     let Some(_) = gpu() else { return };
@@ -306,7 +330,9 @@ fn o22_processes_end() {
         let mut child = Command::new(std::env::current_exe().unwrap());
         child.args(["--ignored", "--exact", "failing_process", "--nocapture"]).env("VOLLEY_FAULT", fault);
         let mut child = child.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        while child.try_wait().unwrap().is_none() && start.elapsed() < Duration::from_secs(if under_shim() { 200 } else { 30 }) {
+        while child.try_wait().unwrap().is_none()
+            && start.elapsed() < Duration::from_secs(if under_shim() { 200 } else { 30 })
+        {
             std::thread::sleep(Duration::from_millis(5));
         }
         let _ = child.kill();
@@ -366,7 +392,8 @@ fn fail(dir: &Path, fault: &'static str) -> (Instant, anyhow::Error) {
     match fault {
         "load" => setup.open = Box::new(|_| Err(error::machine("it fell off the bus"))),
         "capture" => {
-            setup.options.fail_capture = |pass| pass == Pass::Verify { width: 3 } && std::thread::current().name() == Some("rank 1")
+            setup.options.fail_capture =
+                |pass| pass == Pass::Verify { width: 3 } && std::thread::current().name() == Some("rank 1")
         }
         "silent" => setup.collectives.link.fault = Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0, only: None }),
         _ => setup.collectives.measure = Measure::Anew,
@@ -399,8 +426,9 @@ fn fail(dir: &Path, fault: &'static str) -> (Instant, anyhow::Error) {
     (start, error)
 }
 
-/// Passes of random widths, drafted by the drafter and by a script, with ranks that fall behind each other: every token, every row of logits and what the cache
-/// holds stay those of plain decoding, and as many drafts are accepted as by one rank. VOLLEY_SOAK=N replays instead of 2,000.
+/// Passes of random widths, drafted by the drafter and by a script, with ranks that fall behind each other: every
+/// token, every row of logits and what the cache holds stay those of plain decoding, and as many drafts are accepted as
+/// by one rank. VOLLEY_SOAK=N replays instead of 2,000.
 #[test]
 fn ranks_soak() {
     let Some(gpu) = gpu() else { return };
@@ -409,7 +437,8 @@ fn ranks_soak() {
     tiny8().set("vocab_size", 512).set("num_hidden_layers", 3).write(dir.path());
     let (config, weights) = model(dir.path());
     let drafter = Some(tiny_llama_drafter(&config, &weights, true));
-    let options = Options { context: 256, drafter: drafter.clone(), ngram: true, require_graphs: true, fail_capture: all_graphs };
+    let options =
+        Options { context: 256, drafter: drafter.clone(), ngram: true, require_graphs: true, fail_capture: all_graphs };
     let mut machine = Machine::new(gpu.clone(), config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     let text = plain_text(&mut machine).unwrap();
     let one = soak(&mut machine, &text, replays).unwrap();
@@ -430,11 +459,17 @@ fn ranks_soak() {
         });
         let soaked = soaked.unwrap_or_else(|e| panic!("{count} ranks: {e:#}"));
         let (all, text) = &soaked[0];
-        assert!(soaked.iter().all(|s| s.0 == *all && s.1.tokens == text.tokens && s.1.logits == text.logits), "{count} ranks differ");
+        assert!(
+            soaked.iter().all(|s| s.0 == *all && s.1.tokens == text.tokens && s.1.logits == text.logits),
+            "{count} ranks differ"
+        );
         assert_eq!(all.scripted, one.scripted, "{count} ranks: accepted drafts and passes, against one rank");
         drop(conductor);
         let again = fresh().unwrap().each("soak", plain_text).unwrap();
-        assert!(again.iter().zip(&soaked).all(|(again, s)| *again == s.1), "{count} ranks: a fresh start gives another text");
+        assert!(
+            again.iter().zip(&soaked).all(|(again, s)| *again == s.1),
+            "{count} ranks: a fresh start gives another text"
+        );
         println!(
             "{count} ranks, {} replays in {:.1} s: {} drafts accepted in {} scripted passes, {} in {} of the drafter's (one rank: {} in {})",
             all.replays,
@@ -458,7 +493,8 @@ struct PlainText {
     kv: Vec<u16>,
 }
 
-/// Of a soak: tokens of the prompt; of the text; random passes of an answer, which never reach its end; positions that all answers fill.
+/// Of a soak: tokens of the prompt; of the text; random passes of an answer, which never reach its end; positions that
+/// all answers fill.
 const SOAK_PROMPT: usize = 20;
 const SOAK_TOKENS: usize = 180;
 const SOAK_PASSES: usize = SOAK_TOKENS / (MAX_DRAFTS + 1);
@@ -499,7 +535,8 @@ fn below(state: &mut u64, n: usize) -> usize {
     (*state >> 33) as usize % n
 }
 
-/// Answers of `replays` passes in all or some more. What is drawn for a pass is the same on all ranks, and does not depend on what passes gave.
+/// Answers of `replays` passes in all or some more. What is drawn for a pass is the same on all ranks, and does not
+/// depend on what passes gave.
 fn soak(machine: &mut Machine, text: &PlainText, replays: usize) -> anyhow::Result<Soaked> {
     let vocab = machine.vocab();
     let (mut shared, mut own) = (1, 1000 + machine.ranks().rank as u64);
@@ -539,7 +576,12 @@ fn soak(machine: &mut Machine, text: &PlainText, replays: usize) -> anyhow::Resu
             let place = || format!("after {} replays, {width} rows behind {n} tokens", soaked.replays);
             ensure!(text.tokens[n..].starts_with(&record.tokens), "{}: other tokens than without drafts", place());
             let right = wrong.min(script);
-            ensure!(drafted > 0 || record.accepted == right, "{}: {} drafts accepted, expected {right}", place(), record.accepted);
+            ensure!(
+                drafted > 0 || record.accepted == right,
+                "{}: {} drafts accepted, expected {right}",
+                place(),
+                record.accepted
+            );
             if look == 0 {
                 let rows = machine.logits(record.tokens.len())?;
                 let same = rows.chunks_exact(vocab).zip(&text.logits[n..]).all(|(row, plain)| bits(row) == *plain);
@@ -567,14 +609,18 @@ fn ranks_end_in_time() {
     let (mut slowest, mut free) = (0.0f64, 0);
     for i in 0..times {
         let mut engine = Engine::new(Box::new(conductor(dir.path(), 2, 256, None)), Drafting::default()).unwrap();
-        let request = Request { prompt: &token_ids(20, 500), sampling: &Sampling::default(), end_ids: &[], max_tokens: Some(4) };
+        let request =
+            Request { prompt: &token_ids(20, 500), sampling: &Sampling::default(), end_ids: &[], max_tokens: Some(4) };
         engine.generate(&request, &mut |_: Event| Flow::Go).unwrap();
         let start = Instant::now();
         drop(engine);
         slowest = slowest.max(start.elapsed().as_secs_f64());
         let now = gpu.memory().unwrap().0;
         free = if i == 0 { now } else { free };
-        assert!(slowest < 2.0 && now + (64 << 20) > free, "exit {i}: {slowest} s, {now} bytes free, {free} after the first");
+        assert!(
+            slowest < 2.0 && now + (64 << 20) > free,
+            "exit {i}: {slowest} s, {now} bytes free, {free} after the first"
+        );
     }
     println!("{times} exits of 2 ranks, the slowest in {slowest:.3} s");
 }
@@ -594,7 +640,12 @@ fn smollm2_on_three_ranks_is_as_near_to_f32_as_bf16_allows() {
     near_the_goldens(&dir, &mut |ids, first| forced_on_ranks(&mut conductor, ids, first));
     hold_on_ranks("SmolLM2", &mut conductor, || token_ids(1000, 49152), check::widths);
     hold_on_ranks("SmolLM2", &mut conductor, || token_ids(1000, 49152), check::sampling);
-    hold_on_ranks("SmolLM2", &mut conductor, || token_ids(1000, 49152), |m, ids| check::speculation(m, ids, 100, false));
+    hold_on_ranks(
+        "SmolLM2",
+        &mut conductor,
+        || token_ids(1000, 49152),
+        |m, ids| check::speculation(m, ids, 100, false),
+    );
 }
 
 fn near_the_goldens(dir: &Path, forced: &mut dyn FnMut(&[u32], usize) -> Vec<f32>) {
@@ -625,7 +676,8 @@ fn smollm2_holds_every_check() {
     hold("SmolLM2", check::drafts(&mut machine, &ids));
 }
 
-/// Two layers, so that the cache of 17,500 tokens can be compared as a whole; the kernels' shapes are those of the model.
+/// Two layers, so that the cache of 17,500 tokens can be compared as a whole; the kernels' shapes are those of the
+/// model.
 #[test]
 fn shape_of_8b_holds_every_check_of_bits() {
     let Some(gpu) = gpu() else { return };
@@ -682,14 +734,20 @@ fn tiny_models_answer_without_graphs() {
     assert!(tokens == expected && eager >= 65, "{eager}");
 
     let (config, weights) = model(&dir);
-    let options =
-        Options { context: 256, drafter: None, ngram: false, require_graphs: true, fail_capture: |pass| pass == Pass::Verify { width: 3 } };
+    let options = Options {
+        context: 256,
+        drafter: None,
+        ngram: false,
+        require_graphs: true,
+        fail_capture: |pass| pass == Pass::Verify { width: 3 },
+    };
     let refused = Machine::new(gpu.clone(), config, Source::Checkpoint(&weights), options, &mut |_, _| {});
     let refused = refused.err().expect("a graph that must be there and is not is an error");
     assert_eq!(error::exit_code(&refused), error::MACHINE);
     assert!(format!("{refused:#}").contains("Verify { width: 3 }"), "{refused}");
 
-    // The driver's own refusal: a wait inside a capture. The stream works afterwards (the last answer above, once more).
+    // The driver's own refusal: a wait inside a capture. The stream works afterwards (the last answer above, once
+    // more).
     if !under_shim() {
         assert!(gpu.capture(|| gpu.synchronize()).is_err(), "waiting inside a capture is an error");
         assert_eq!(answer(all_graphs).0, expected);
@@ -710,12 +768,14 @@ fn tiny_models_end_with_the_context() {
             if tokens.is_empty() {
                 return Vec::new();
             }
-            let mut drafts: Vec<u32> = tokens[history.len() - 250..].iter().copied().chain(std::iter::repeat(7)).take(7).collect();
+            let mut drafts: Vec<u32> =
+                tokens[history.len() - 250..].iter().copied().chain(std::iter::repeat(7)).take(7).collect();
             drafts.iter_mut().skip(*wrong).take(1).for_each(|draft| *draft = (*draft + 1) % 512);
             drafts
         };
         let machine = open(&gpu, &tiny(name), 256, all_graphs).0;
-        let mut engine = Engine::new(Box::new(machine), Drafting { script: Some(Box::new(script)), ..Drafting::default() }).unwrap();
+        let mut engine =
+            Engine::new(Box::new(machine), Drafting { script: Some(Box::new(script)), ..Drafting::default() }).unwrap();
         let mut generate = || {
             engine.clear();
             engine.reset_statistics();
@@ -760,7 +820,11 @@ fn smollm2_speculation_changes_no_text() {
             }
         }
         assert_eq!(session.model.engine.counters().eager, 0);
-        let shown = session.model.engine.statistics().map(|s| format!("accept length {:.2} in {} cycles", s.accept_length(), s.cycles));
+        let shown = session
+            .model
+            .engine
+            .statistics()
+            .map(|s| format!("accept length {:.2} in {} cycles", s.accept_length(), s.cycles));
         println!("SmolLM2, drafter {drafter:?}, n-gram {ngram}: {} tokens, {shown:?}", all.concat().len());
         if plain.is_empty() {
             plain = all;
@@ -770,8 +834,9 @@ fn smollm2_speculation_changes_no_text() {
     }
 }
 
-/// The drafter's logits at every step behind 24 roots each of two texts, each draft given: at most 1.5 times as far from f32 as its bf16 run in torch
-/// (scripts/draft_bf16.py). Draft-extend leaves what a prompt of the same text leaves.
+/// The drafter's logits at every step behind 24 roots each of two texts, each draft given: at most 1.5 times as far
+/// from f32 as its bf16 run in torch (scripts/draft_bf16.py). Draft-extend leaves what a prompt of the same text
+/// leaves.
 #[test]
 fn smollm2_drafter_is_as_near_to_f32_as_bf16_allows() {
     let (Some(gpu), Some(dir)) = (gpu(), smollm2()) else { return };
@@ -796,7 +861,8 @@ fn smollm2_drafter_is_as_near_to_f32_as_bf16_allows() {
     let (config, weights) = model(&dir);
     let drafter = DraftModel::open(Path::new(DRAFTER), &config, &weights, None, Read::Mmap).unwrap();
     let map = drafter.map.clone().unwrap();
-    let options = Options { context: 1024, drafter: Some(drafter), ngram: false, require_graphs: true, fail_capture: all_graphs };
+    let options =
+        Options { context: 1024, drafter: Some(drafter), ngram: false, require_graphs: true, fail_capture: all_graphs };
     let mut machine = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     for (name, golden) in goldens {
         let text = SmolGolden::all(&dir).into_iter().find(|golden| golden.name == name).unwrap();
@@ -825,7 +891,8 @@ fn smollm2_drafter_is_as_near_to_f32_as_bf16_allows() {
     hold("SmolLM2", check::extends(&mut machine, &token_ids(20, 49152), 200));
 }
 
-/// A drafter that is always wrong, and n-gram search that never finds anything, against plain decoding in the same engine, in turns.
+/// A drafter that is always wrong, and n-gram search that never finds anything, against plain decoding in the same
+/// engine, in turns.
 #[test]
 fn smollm2_useless_drafts_cost_little() {
     let (Some(gpu), Some(dir)) = (gpu(), smollm2()) else { return };
@@ -872,7 +939,8 @@ fn smollm2_cycle_has_no_gap() {
     let (Some(gpu), Some(dir)) = (gpu(), smollm2()) else { return };
     let (config, weights) = model(&dir);
     let drafter = DraftModel::open(Path::new(DRAFTER), &config, &weights, None, Read::Mmap).unwrap();
-    let options = Options { context: 2048, drafter: Some(drafter), ngram: false, require_graphs: true, fail_capture: all_graphs };
+    let options =
+        Options { context: 2048, drafter: Some(drafter), ngram: false, require_graphs: true, fail_capture: all_graphs };
     let mut machine = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     let [apart, one] = machine.time_cycle(4, 3, 101).unwrap();
     println!(
@@ -880,9 +948,11 @@ fn smollm2_cycle_has_no_gap() {
         apart - one
     );
     assert!(apart - one < 3.0);
-    let mut engine = Engine::new(Box::new(machine), Drafting { eagle: true, fixed: Some(3), ..Drafting::default() }).unwrap();
+    let mut engine =
+        Engine::new(Box::new(machine), Drafting { eagle: true, fixed: Some(3), ..Drafting::default() }).unwrap();
     let before = engine.counters();
-    let request = Request { prompt: &token_ids(64, 49152), sampling: &Sampling::default(), end_ids: &[], max_tokens: Some(200) };
+    let request =
+        Request { prompt: &token_ids(64, 49152), sampling: &Sampling::default(), end_ids: &[], max_tokens: Some(200) };
     let passes = engine.generate(&request, &mut |_: Event| Flow::Go).unwrap().passes.len() as u64;
     let after = engine.counters();
     let (verify, draft) = (after.verify_replays - before.verify_replays, after.draft_replays - before.draft_replays);
@@ -992,7 +1062,8 @@ fn smollm2() -> Option<PathBuf> {
     if dir.join("MANIFEST.json").exists() {
         return Some(dir);
     }
-    let _ = writeln!(std::io::stderr(), "skipped: no SmolLM2 in {}; scripts/fetch_smollm2.py fetches it", dir.display());
+    let _ =
+        writeln!(std::io::stderr(), "skipped: no SmolLM2 in {}; scripts/fetch_smollm2.py fetches it", dir.display());
     None
 }
 
@@ -1050,7 +1121,8 @@ fn model(dir: &Path) -> (Config, volley::model::weights::Weights) {
 fn open(gpu: &Gpu, dir: &Path, context: usize, fail_capture: fn(Pass) -> bool) -> (Machine, Reference) {
     let (config, weights) = model(dir);
     let options = Options { context, drafter: None, ngram: false, require_graphs: false, fail_capture };
-    let machine = Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
+    let machine =
+        Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     (machine, Reference::new(config, weights, context, None, false).unwrap())
 }
 
@@ -1062,7 +1134,8 @@ fn random(gpu: &Gpu, shape: &str, n_layers: Option<usize>, context: usize) -> Ma
     Machine::new(gpu.clone(), config, Source::Random(1), options, &mut |_, _| {}).unwrap()
 }
 
-/// Logits of the rows from `first` on, [ids - first, vocab], each token given: the rows before as one prompt, then eight rows a pass.
+/// Logits of the rows from `first` on, [ids - first, vocab], each token given: the rows before as one prompt, then
+/// eight rows a pass.
 fn forced(machine: &mut Machine, ids: &[u32], first: usize) -> Vec<f32> {
     let rows = |n: usize| *volley::model::plan::PREFILL_ROWS.iter().find(|&&rows| rows >= n).expect("a short prompt");
     if first > 0 {
@@ -1084,7 +1157,10 @@ impl Errors {
     /// Of the golden top five, as many rows as have them.
     fn of(logits: &[f32], vocab: usize, golden: &[Top]) -> Errors {
         let rows = logits.chunks_exact(vocab).zip(golden);
-        Errors(rows.flat_map(|(row, top)| top.ids.iter().zip(&top.logits).map(|(&id, l)| (row[id as usize] - l).abs())).collect())
+        Errors(
+            rows.flat_map(|(row, top)| top.ids.iter().zip(&top.logits).map(|(&id, l)| (row[id as usize] - l).abs()))
+                .collect(),
+        )
     }
 
     fn mean(&self) -> f32 {
@@ -1098,7 +1174,11 @@ impl Errors {
 }
 
 fn within(name: &str, ours: &Errors, mean: f32, max: f32) {
-    println!("{name}: off f32 by {:.4} (transformers in bf16 {mean:.4}), at most {:.4} ({max:.4})", ours.mean(), ours.max());
+    println!(
+        "{name}: off f32 by {:.4} (transformers in bf16 {mean:.4}), at most {:.4} ({max:.4})",
+        ours.mean(),
+        ours.max()
+    );
     assert!(ours.mean() <= BF16_SHARE * mean, "{name}: mean error {}, transformers in bf16 {mean}", ours.mean());
     assert!(ours.max() <= BF16_SHARE * max, "{name}: largest error {}, transformers in bf16 {max}", ours.max());
 }
@@ -1148,13 +1228,19 @@ struct Bf16 {
 impl SmolGolden {
     /// Every golden file; they must have been made from the very weights in `dir`.
     fn all(dir: &Path) -> Vec<SmolGolden> {
-        let manifest: serde_json::Value = serde_json::from_slice(&std::fs::read(dir.join("MANIFEST.json")).unwrap()).unwrap();
+        let manifest: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(dir.join("MANIFEST.json")).unwrap()).unwrap();
         let files = std::fs::read_dir("tests/data/golden").unwrap().map(|e| e.unwrap().path());
-        let goldens: Vec<SmolGolden> = files.map(|f| serde_json::from_slice(&std::fs::read(f).unwrap()).unwrap()).collect();
+        let goldens: Vec<SmolGolden> =
+            files.map(|f| serde_json::from_slice(&std::fs::read(f).unwrap()).unwrap()).collect();
         assert_eq!(goldens.len(), 8);
         for golden in &goldens {
             let (want, got) = (&golden.manifest_files["model.safetensors"], &manifest["files"]["model.safetensors"]);
-            assert_eq!(want, got, "{}: made from other weights; scripts/fetch_smollm2.py --force makes the right ones", golden.name);
+            assert_eq!(
+                want, got,
+                "{}: made from other weights; scripts/fetch_smollm2.py --force makes the right ones",
+                golden.name
+            );
         }
         goldens
     }

@@ -1,5 +1,6 @@
-//! The GPU backend without a GPU: the same host code, plans, params and kernels, with the kernels compiled by g++ (scripts/shim.sh).
-//! What is compared: logits with the f32 reference, widths, chunks and graphs with each other to the bit, and whole answers.
+//! The GPU backend without a GPU: the same host code, plans, params and kernels, with the kernels compiled by g++
+//! (scripts/shim.sh). What is compared: logits with the f32 reference, widths, chunks and graphs with each other to the
+//! bit, and whole answers.
 #[path = "support/drafter.rs"]
 mod drafter;
 #[path = "support/experts.rs"]
@@ -20,7 +21,9 @@ use support::T0;
 use volley::cmd::bench::token_ids;
 use volley::cmd::{check, doctor};
 use volley::cpu::Reference;
-use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling, Sequence, MAX_DRAFTS};
+use volley::decode::{
+    Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling, Sequence, MAX_DRAFTS,
+};
 use volley::gpu::device::Gpu;
 use volley::gpu::machine::{Machine, Options, Slice};
 use volley::gpu::shim::Shim;
@@ -68,7 +71,8 @@ fn unlimited() -> Limits {
     Limits { end_ids: vec![], max_tokens: 1000, context: 200 }
 }
 
-/// Cache rows of `tokens` but the last, in chunks, then one verify pass of the last token and `drafts`; its logits, [1 + drafts, vocab].
+/// Cache rows of `tokens` but the last, in chunks, then one verify pass of the last token and `drafts`; its logits, [1
+/// + drafts, vocab].
 fn logits(m: &mut Machine, tokens: &[u32], chunk: usize, drafts: &[u32]) -> Vec<f32> {
     m.begin(tokens, 0, &Sampling::default(), &unlimited()).unwrap();
     for chunk in tokens[..tokens.len() - 1].chunks(chunk) {
@@ -108,7 +112,10 @@ fn rows_do_not_depend_on_width_or_chunk(name: &str, m: &mut Machine) {
         let mut all = tokens.clone();
         all.extend_from_slice(&drafts[..i]);
         let one = logits(m, &all, chunk, &[]); // chunks of 1 and 8 rows are the decode kernels
-        assert!(one[..vocab].iter().zip(&wide[i * vocab..]).all(|(a, b)| a.to_bits() == b.to_bits()), "{name}: row {i}, chunk {chunk}");
+        assert!(
+            one[..vocab].iter().zip(&wide[i * vocab..]).all(|(a, b)| a.to_bits() == b.to_bits()),
+            "{name}: row {i}, chunk {chunk}"
+        );
     }
     // The last pass wrote the same rows as the wide one.
     assert!(m.kv_rows(Owner::Target, 23).unwrap() == wide_kv, "{name}: KV bits");
@@ -158,7 +165,8 @@ fn llama() {
     assert!(counters.verify_replays >= 6);
 
     // O20: a capture that fails costs graphs, not tokens. An end token ends there.
-    let (eager, finish, counters) = answer(machine_with("llama", |pass| pass == Pass::Verify { width: 1 }), &sampling, &[tokens[4]], 6);
+    let (eager, finish, counters) =
+        answer(machine_with("llama", |pass| pass == Pass::Verify { width: 1 }), &sampling, &[tokens[4]], 6);
     let n = 1 + tokens.iter().position(|t| *t == tokens[4]).unwrap();
     assert_eq!((&eager[..], finish), (&tokens[..n], Finish::Eos(tokens[4])));
     assert!(counters.eager >= n as u64, "{counters:?}");
@@ -186,7 +194,10 @@ fn models(names: &[&str]) {
     for &name in names {
         let mut m = machine(name);
         let ids = token_ids(check::STEP_ROWS, m.vocab());
-        println!("{name}: {}", check::steps(&mut m, &mut reference(name), &ids).unwrap_or_else(|e| panic!("{name}: {e:#}")));
+        println!(
+            "{name}: {}",
+            check::steps(&mut m, &mut reference(name), &ids).unwrap_or_else(|e| panic!("{name}: {e:#}"))
+        );
         near_the_reference(name, &mut m);
         rows_do_not_depend_on_width_or_chunk(name, &mut m);
     }
@@ -206,7 +217,8 @@ fn models_with_quantised_experts() {
     println!("fp8 rows: {}", check::steps(&mut m, &mut r, &ids).unwrap_or_else(|e| panic!("fp8 rows: {e:#}")));
 }
 
-/// One rank of a model, alone: it has that rank's share of the weights and computes with it, whether a sum over ranks costs nothing or time.
+/// One rank of a model, alone: it has that rank's share of the weights and computes with it, whether a sum over ranks
+/// costs nothing or time.
 #[test]
 fn a_slice_computes_alone() {
     let name = "kimi_k25_int4";
@@ -214,19 +226,27 @@ fn a_slice_computes_alone() {
     let tokens: Vec<u32> = prompt(20).into_iter().map(|id| id % config.vocab as u32).collect();
     let run = |source: Source, comm_us| {
         let gpu = shim::gpu();
-        let options = Options { context: 200, drafter: None, ngram: false, require_graphs: true, fail_capture: |_| false };
+        let options =
+            Options { context: 200, drafter: None, ngram: false, require_graphs: true, fail_capture: |_| false };
         let slice = Slice { ranks: Ranks::new(1, 2), comm_us };
         let mut m = Machine::slice(gpu, slice, config.clone(), source, options, &mut |_, _| {}).unwrap();
         let took = m.time_verify(4, 100, 3).unwrap();
-        assert!(took.iter().all(|ms| *ms >= comm_us.unwrap_or(0.0) * 2e-3 * config.n_layers as f64), "{name}: {took:?}");
+        assert!(
+            took.iter().all(|ms| *ms >= comm_us.unwrap_or(0.0) * 2e-3 * config.n_layers as f64),
+            "{name}: {took:?}"
+        );
         let used = m.experts_used(4, 100).unwrap().unwrap();
         (logits(&mut m, &tokens, 1024, &[]), m.timings.weight_bytes, used)
     };
-    let [(at_once, bytes, _), (added, _, _)] = [None, Some(30.0)].map(|comm_us| run(Source::Checkpoint(&weights), comm_us));
+    let [(at_once, bytes, _), (added, _, _)] =
+        [None, Some(30.0)].map(|comm_us| run(Source::Checkpoint(&weights), comm_us));
     // A sum on its way is rounded to bf16.
     let spread = at_once.iter().fold(0f32, |m, x| m.max(x.abs()));
     let worst = at_once.iter().zip(&added).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
-    assert!(at_once.len() == config.vocab / 2 && worst > 0.0 && worst < 0.05 * spread, "{name}: off by {worst}, logits up to {spread}");
+    assert!(
+        at_once.len() == config.vocab / 2 && worst > 0.0 && worst < 0.05 * spread,
+        "{name}: off by {worst}, logits up to {spread}"
+    );
     // Random weights: as many bytes, numbers of the right size, and experts as if each row chose evenly (10.9 of 16).
     let (logits, random_bytes, used) = run(Source::Random(0), None);
     let size = (logits.iter().map(|x| x * x).sum::<f32>() / logits.len() as f32).sqrt();
@@ -256,7 +276,8 @@ fn t0_of_gpus() -> T0 {
     T0::new().set("hidden_size", 128).set("intermediate_size", 200).set("head_dim", 64).tied(true)
 }
 
-/// Linear layers of every stored format, in passes of one row and of 16: the numbers of their plain copy, the same bits at every width and chunk.
+/// Linear layers of every stored format, in passes of one row and of 16: the numbers of their plain copy, the same bits
+/// at every width and chunk.
 #[test]
 fn quantised_linears() {
     for scheme in [Scheme::Int4(32), Scheme::Fp8Channel, Scheme::Fp8Block(8, 32)] {
@@ -269,8 +290,9 @@ fn quantised_linears() {
     }
 }
 
-/// Plain matrices as FP8: of numbers that come from FP8 in the same blocks, the same logits as from their codes, less what the rounding of a scale costs; the same
-/// bits at every width and chunk; fewer bytes, shared experts beside INT4 included.
+/// Plain matrices as FP8: of numbers that come from FP8 in the same blocks, the same logits as from their codes, less
+/// what the rounding of a scale costs; the same bits at every width and chunk; fewer bytes, shared experts beside INT4
+/// included.
 #[test]
 fn fp8_dense() {
     let (stored, plain) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -283,7 +305,8 @@ fn fp8_dense() {
     assert!(m.timings.weight_bytes < machine_of(kimi, false).timings.weight_bytes);
 }
 
-/// Bytes of one rank of eight in GPU memory, of models that only such machines hold: experts, and up to 8 GB for all else.
+/// Bytes of one rank of eight in GPU memory, of models that only such machines hold: experts, and up to 8 GB for all
+/// else.
 #[test]
 fn shares_of_large_models() {
     for (name, experts_gb) in [("kimi-k2.5", 71.34), ("deepseek-v3", 83.01), ("qwen3-30b-a3b", 7.25)] {
@@ -319,7 +342,8 @@ fn o20_one_warning_names_the_graph() {
         return;
     }
     let mut inner = Command::new(std::env::current_exe().unwrap());
-    let inner = inner.args(["--exact", "o20_one_warning_names_the_graph", "--nocapture"]).env(INNER, "1").output().unwrap();
+    let inner =
+        inner.args(["--exact", "o20_one_warning_names_the_graph", "--nocapture"]).env(INNER, "1").output().unwrap();
     let text = String::from_utf8(inner.stderr).unwrap();
     let mut warnings: Vec<&str> = text.lines().filter(|line| line.contains("warning")).collect();
     warnings.sort();
@@ -336,7 +360,8 @@ fn o20_a_cycle_is_two_graphs() {
     let driver = Rc::new(Shim::open(shim::library()).unwrap());
     let drafter = Some(tiny_llama_drafter(&config, &weights, true));
     let options = Options { context: 200, drafter, ngram: true, require_graphs: true, fail_capture: |_| false };
-    let mut m = Machine::new(Gpu::new(driver.clone()), config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
+    let mut m =
+        Machine::new(Gpu::new(driver.clone()), config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     let tokens = prompt(10);
     m.begin(&tokens, 0, &Sampling::default(), &unlimited()).unwrap();
     m.prefill(&tokens[..9]).unwrap();
@@ -353,8 +378,8 @@ fn o20_a_cycle_is_two_graphs() {
     }
 }
 
-/// What `volley doctor` checks, on one of the models that it makes: biases, heads of 128, sizes that do not divide evenly. A reference that
-/// computes something else must fail, at the first step where that shows.
+/// What `volley doctor` checks, on one of the models that it makes: biases, heads of 128, sizes that do not divide
+/// evenly. A reference that computes something else must fail, at the first step where that shows.
 #[test]
 fn checks_of_doctor_hold_and_can_fail() {
     let dir = tempfile::tempdir().unwrap();
@@ -369,8 +394,11 @@ fn checks_of_doctor_hold_and_can_fail() {
     hold(check::chunks(&mut m, &ids[..20]));
 
     type Spoil = fn(&mut Config);
-    let cases: [(Spoil, Option<&str>); 3] =
-        [(|_| {}, None), (|c| c.rope.theta = 5e5, Some("layers.0.attention")), (|c| c.qkv_bias = false, Some("layers.0.qkv"))];
+    let cases: [(Spoil, Option<&str>); 3] = [
+        (|_| {}, None),
+        (|c| c.rope.theta = 5e5, Some("layers.0.attention")),
+        (|c| c.qkv_bias = false, Some("layers.0.qkv")),
+    ];
     for (spoil, wrong) in cases {
         let mut other = config.clone();
         spoil(&mut other);
@@ -382,8 +410,8 @@ fn checks_of_doctor_hold_and_can_fail() {
     }
 }
 
-/// `n` tokens after a prompt, in passes of 1 + `drafts` rows: drafts of the drafter, or whatever n-gram search finds. Also
-/// the widest pass.
+/// `n` tokens after a prompt, in passes of 1 + `drafts` rows: drafts of the drafter, or whatever n-gram search finds.
+/// Also the widest pass.
 fn cycles(m: &mut Machine, sampling: &Sampling, drafts: usize, ngram: bool, n: usize) -> (Vec<u32>, usize) {
     let tokens = prompt(10);
     m.begin(&tokens, 0, sampling, &unlimited()).unwrap();
@@ -403,15 +431,16 @@ fn cycles(m: &mut Machine, sampling: &Sampling, drafts: usize, ngram: bool, n: u
     (all, widest)
 }
 
-/// The drafter's logits at every step of a chain, each draft given: near those of the reference, whatever norms it has; and draft-extend leaves what
-/// a prompt of the same text leaves.
+/// The drafter's logits at every step of a chain, each draft given: near those of the reference, whatever norms it has;
+/// and draft-extend leaves what a prompt of the same text leaves.
 #[test]
 fn drafters_compute_what_the_reference_computes() {
     for (case, name) in ["llama", "llama", "dsv3_mtp", "kimi_k25_int4", "llama"].into_iter().enumerate() {
         let (config, weights) = model(name);
         let drafter = || Some(draft_model(case, name, &config, &weights));
         let gpu = shim::gpu();
-        let options = Options { context: 200, drafter: drafter(), ngram: true, require_graphs: false, fail_capture: |_| false };
+        let options =
+            Options { context: 200, drafter: drafter(), ngram: true, require_graphs: false, fail_capture: |_| false };
         let mut m = Machine::new(gpu, config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
         let (drafter, again) = (drafter(), model(name));
         let mut r = Reference::new(again.0, again.1, 200, drafter, false).unwrap();
@@ -437,7 +466,10 @@ fn drafters_compute_what_the_reference_computes() {
             let expected = &expected[draft - 1];
             let spread = expected.iter().fold(0f32, |m, x| m.max(x.abs()));
             let worst = logits.iter().zip(expected).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
-            assert!(spread > 0.5 && worst < 0.02 * spread, "{name}, drafter {case}, draft {draft}: off by {worst}, logits up to {spread}");
+            assert!(
+                spread > 0.5 && worst < 0.02 * spread,
+                "{name}, drafter {case}, draft {draft}: off by {worst}, logits up to {spread}"
+            );
             drafts[draft - 1]
         })
         .unwrap();
@@ -445,15 +477,22 @@ fn drafters_compute_what_the_reference_computes() {
         if case == 4 {
             continue; // another head leaves the same cache
         }
-        println!("{}", check::extends(&mut m, &token_ids(20, config.vocab), 8).unwrap_or_else(|e| panic!("{name}, drafter {case}: {e:#}")));
+        println!(
+            "{}",
+            check::extends(&mut m, &token_ids(20, config.vocab), 8)
+                .unwrap_or_else(|e| panic!("{name}, drafter {case}: {e:#}"))
+        );
     }
 }
 
-/// Without norms that flags add, and with them; the model's own layer; latent attention; a head of the whole vocabulary, truncated.
+/// Without norms that flags add, and with them; the model's own layer; latent attention; a head of the whole
+/// vocabulary, truncated.
 fn draft_model(case: usize, name: &str, config: &Config, weights: &Weights) -> DraftModel {
     match case {
         0 | 1 => tiny_llama_drafter(config, weights, case == 1),
-        4 => whole_llama_drafter(config, weights).truncate((0..config.vocab as u32).filter(|id| id % 3 == 1).collect()).unwrap(),
+        4 => whole_llama_drafter(config, weights)
+            .truncate((0..config.vocab as u32).filter(|id| id % 3 == 1).collect())
+            .unwrap(),
         _ => latent_draft_model(&Path::new("tests/data/tiny").join(name), config, weights, case == 2),
     }
 }

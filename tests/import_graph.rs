@@ -1,7 +1,7 @@
 //! The modules of src know each other only as ALLOWED says, without cycles.
 //!
-//! `cargo test --test import_graph -- --nocapture` prints the graph. It reads the sources: every path that starts at the
-//! crate's root (`crate::`, enough `super::`, `volley::` in main.rs) counts as an edge, comments excluded.
+//! `cargo test --test import_graph -- --nocapture` prints the graph. It reads the sources: every path that starts at
+//! the crate's root (`crate::`, enough `super::`, `volley::` in main.rs) counts as an edge, comments excluded.
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -37,7 +37,10 @@ fn a_forbidden_edge_and_a_cycle_are_noticed() {
     let graph = module_graph(&[
         file("cpu/reference.rs", "use std::fmt;\nuse crate::decode::Engine;"),
         file("model/plan.rs", "use crate::{gpu::Machine, text::{a, b}};"),
-        file("decode/engine.rs", "// crate::text is only named\nuse super::sample;\nlet x = crate::cpu::Reference::new();"),
+        file(
+            "decode/engine.rs",
+            "// crate::text is only named\nuse super::sample;\nlet x = crate::cpu::Reference::new();",
+        ),
         file("text/mod.rs", "use super::error::machine;"),
     ]);
     assert_eq!(forbidden(&graph), ["decode -> cpu", "model -> gpu", "model -> text", "text -> error"]);
@@ -66,7 +69,8 @@ fn module_graph(sources: &[(PathBuf, String)]) -> Graph {
     let mut graph = Graph::new();
     for (path, text) in sources.iter().filter(|(path, _)| path != Path::new("lib.rs")) {
         let parts: Vec<String> = path.with_extension("").iter().map(|p| p.to_string_lossy().into_owned()).collect();
-        // `super::` leads to the crate's root from a file of the root and from X/mod.rs; a test module's own `super::` names no module.
+        // `super::` leads to the crate's root from a file of the root and from X/mod.rs; a test module's own `super::`
+        // names no module.
         let root = if parts.len() == 1 || parts[1] == "mod" { "super::" } else { "super::super::" };
         let prefixes: &[&str] = if parts[0] == "main" { &["volley::", "crate::"] } else { &["crate::", root] };
         let known: BTreeSet<String> = ALLOWED.iter().map(|(name, _)| name.to_string()).collect();
@@ -87,7 +91,8 @@ fn named(text: &str, prefixes: &[&str]) -> BTreeSet<String> {
                 continue;
             }
             let rest = &code[at + prefix.len()..];
-            let ident = |s: &str| s.trim().split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or("").to_string();
+            let ident =
+                |s: &str| s.trim().split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or("").to_string();
             match rest.strip_prefix('{') {
                 None => drop(names.insert(ident(rest))),
                 Some(group) => {

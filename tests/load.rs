@@ -1,5 +1,6 @@
-//! Weights from disk to the point where a GPU takes over: `Layout::place` over a driver that keeps what is uploaded and computes nothing. Several staging
-//! buffers' worth, where tests with the kernels' twins load less than one; and how fast a rank's share of a large checkpoint comes from a disk:
+//! Weights from disk to the point where a GPU takes over: `Layout::place` over a driver that keeps what is uploaded and
+//! computes nothing. Several staging buffers' worth, where tests with the kernels' twins load less than one; and how
+//! fast a rank's share of a large checkpoint comes from a disk:
 //!
 //!     VOLLEY_LOAD=DIR VOLLEY_LOAD_SLICE=0/8 cargo test --test load -- --nocapture
 mod support;
@@ -132,11 +133,17 @@ fn load(dir: &Path, read: Read, ranks: Ranks, keep: bool) -> (Weights, usize, Ve
     (weights, bytes, kept)
 }
 
-/// More than two staging buffers of 64 MiB: every byte of a share is uploaded once, in the order of the file's rows, and no other.
+/// More than two staging buffers of 64 MiB: every byte of a share is uploaded once, in the order of the file's rows,
+/// and no other.
 #[test]
 fn several_batches_hold_the_share() {
     let dir = tempdir().unwrap();
-    T0::new().shards(2).set("hidden_size", 2048).set("intermediate_size", 6144).set("num_hidden_layers", 4).write(dir.path());
+    T0::new()
+        .shards(2)
+        .set("hidden_size", 2048)
+        .set("intermediate_size", 6144)
+        .set("num_hidden_layers", 4)
+        .write(dir.path());
     let ranks = Ranks::new(1, 2);
     for read in [Read::Mmap, Read::Plain] {
         let (weights, bytes, uploaded) = load(dir.path(), read, ranks, true);
@@ -169,7 +176,8 @@ fn a_share_of_a_given_checkpoint_is_timed() {
     let (Some(dir), Ok(slice)) = (std::env::var_os("VOLLEY_LOAD"), std::env::var("VOLLEY_LOAD_SLICE")) else { return };
     let (rank, count) = slice.split_once('/').expect("RANK/COUNT");
     let start = Instant::now();
-    let (_, bytes, _) = load(Path::new(&dir), Read::Auto, Ranks::new(rank.parse().unwrap(), count.parse().unwrap()), false);
+    let (_, bytes, _) =
+        load(Path::new(&dir), Read::Auto, Ranks::new(rank.parse().unwrap(), count.parse().unwrap()), false);
     let seconds = start.elapsed().as_secs_f64();
     println!("slice {slice}: {:.3} GB in {seconds:.2} s, {:.2} GB/s", bytes as f64 / 1e9, bytes as f64 / 1e9 / seconds);
 }

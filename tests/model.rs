@@ -1,7 +1,9 @@
-//! The f32 reference against transformers' own f32 runs, and against itself: how many rows share a pass must not show in any bit.
+//! The f32 reference against transformers' own f32 runs, and against itself: how many rows share a pass must not show
+//! in any bit.
 //!
-//! Golden data: tests/data/tiny (scripts/make_tiny.py; random weights, logits and hidden states of every position) and tests/data/golden
-//! (scripts/make_golden.py; SmolLM2, greedy continuations and top-5 logits). Each feature has a negative control: dropping it must show.
+//! Golden data: tests/data/tiny (scripts/make_tiny.py; random weights, logits and hidden states of every position) and
+//! tests/data/golden (scripts/make_golden.py; SmolLM2, greedy continuations and top-5 logits). Each feature has a
+//! negative control: dropping it must show.
 #[path = "support/smollm2.rs"]
 mod smollm2;
 
@@ -17,7 +19,8 @@ use volley::model::weights::{claim, Role, Table};
 
 /// Largest error of a logit or hidden state of the tiny models; their logits have a standard deviation of about 3.
 const TINY_TOLERANCE: f32 = 1e-4;
-/// The same for SmolLM2's top-5 logits, which lie between 10 and 30. transformers differs from itself by up to 1.2e-4 there.
+/// The same for SmolLM2's top-5 logits, which lie between 10 and 30. transformers differs from itself by up to 1.2e-4
+/// there.
 const SMOLLM2_TOLERANCE: f32 = 5e-4;
 
 const TINY: [&str; 5] = ["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"];
@@ -57,7 +60,8 @@ fn tiny_models_compute_what_transformers_computes() {
     }
 }
 
-/// Golden values are those of transformers on weights dequantised in f32. Norm weights, biases and scales all show: see tests/quant.rs.
+/// Golden values are those of transformers on weights dequantised in f32. Norm weights, biases and scales all show: see
+/// tests/quant.rs.
 #[test]
 fn quantised_models_compute_what_transformers_computes() {
     for name in QUANTISED {
@@ -69,7 +73,8 @@ fn quantised_models_compute_what_transformers_computes() {
             Some(tensor.data().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32).collect())
         };
         let logits = tensors.tensor("logits").unwrap();
-        let logits: Vec<f32> = logits.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+        let logits: Vec<f32> =
+            logits.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
         let ids = ints("ids").unwrap();
         let mut reference = open(&dir, Config::open(&dir).unwrap(), 256);
         close(&format!("{name} logits"), &observe(&mut reference, &ids).logits, &logits, TINY_TOLERANCE);
@@ -80,17 +85,19 @@ fn quantised_models_compute_what_transformers_computes() {
     }
 }
 
-/// Far from the start of a text, where kinds of rope differ: tests/data/rope/make_logits.py has an independent program, itself checked against
-/// transformers.
+/// Far from the start of a text, where kinds of rope differ: tests/data/rope/make_logits.py has an independent program,
+/// itself checked against transformers.
 #[test]
 fn o06_logits_far_from_the_start_follow_the_kind_of_rope() {
-    let golden: serde_json::Value = serde_json::from_slice(&std::fs::read(data("rope").join("logits.json")).unwrap()).unwrap();
+    let golden: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(data("rope").join("logits.json")).unwrap()).unwrap();
     let ids: Vec<u32> = serde_json::from_value(golden["input_ids"].clone()).unwrap();
     let tiny = Tiny::open("llama");
     let mut last = Vec::new();
     for case in golden["cases"].as_array().unwrap() {
         for spelling in ["rope_type", "type"] {
-            let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(tiny.dir.join("config.json")).unwrap()).unwrap();
+            let mut config: serde_json::Value =
+                serde_json::from_slice(&std::fs::read(tiny.dir.join("config.json")).unwrap()).unwrap();
             config["rope_scaling"] = case["scaling"].clone();
             if let Some(scaling) = config["rope_scaling"].as_object_mut() {
                 let kind = scaling.remove("rope_type").unwrap();
@@ -116,12 +123,14 @@ fn o06_logits_far_from_the_start_follow_the_kind_of_rope() {
 fn tiny_models_continue_as_transformers_does() {
     for arch in TINY {
         let tiny = Tiny::open(arch);
-        let mut engine = Engine::new(Box::new(tiny.reference(tiny.config("config.json"))), Drafting::default()).unwrap();
+        let mut engine =
+            Engine::new(Box::new(tiny.reference(tiny.config("config.json"))), Drafting::default()).unwrap();
         assert_eq!(greedy(&mut engine, &tiny.input_ids, tiny.greedy_ids.len()), tiny.greedy_ids, "{arch}");
     }
 }
 
-/// Without a feature the logits must move, and by as much as they move in transformers where make_tiny.py measured that ("sensitivity").
+/// Without a feature the logits must move, and by as much as they move in transformers where make_tiny.py measured that
+/// ("sensitivity").
 #[test]
 fn a_dropped_feature_shows() {
     type Drop = fn(&mut Config);
@@ -139,7 +148,9 @@ fn a_dropped_feature_shows() {
         ("qwen3_moe", "top_1", |c| routing(c).top_k = 1),
         ("deepseek_v3", "no_rope_scaling", |c| c.rope.scaling = RopeScaling::Default),
         ("deepseek_v3", "no_mscale_in_softmax", |c| match &mut c.rope.scaling {
-            RopeScaling::Yarn { mscale_all_dim, attention_factor, .. } => (*mscale_all_dim, *attention_factor) = (None, Some(1.0)),
+            RopeScaling::Yarn { mscale_all_dim, attention_factor, .. } => {
+                (*mscale_all_dim, *attention_factor) = (None, Some(1.0))
+            }
             _ => unreachable!(),
         }),
         ("deepseek_v3", "rope_halves_not_pairs", |c| c.latent.as_mut().unwrap().interleaved = false),
@@ -155,7 +166,10 @@ fn a_dropped_feature_shows() {
         let seen = observe(&mut tiny.reference(config), &tiny.input_ids);
         let (moved, _) = worst(&seen.logits, &tiny.floats("prompt_logits"));
         match tiny.sensitivity.get(feature) {
-            Some(expected) => assert!((moved - expected).abs() < 1.5e-3, "{arch} {feature}: logits move by {moved}, expected {expected}"),
+            Some(expected) => assert!(
+                (moved - expected).abs() < 1.5e-3,
+                "{arch} {feature}: logits move by {moved}, expected {expected}"
+            ),
             None => assert!(moved > 0.5, "{arch} {feature}: logits move by {moved} only"),
         }
     }
@@ -193,14 +207,20 @@ fn smollm2_has_the_top_logits_of_transformers() {
         let steps = golden.greedy_top5.len();
         let tokens = [&prompt[last..], &golden.greedy_ids[..steps - 1]].concat();
         reference.run(Pass::Verify { width: steps }, &tokens, last, &mut |_, _, _| {}).unwrap();
-        let all =
-            first.chunks_exact(vocab).zip(&golden.prompt_top5).chain(reference.logits(steps).chunks_exact(vocab).zip(&golden.greedy_top5));
+        let all = first
+            .chunks_exact(vocab)
+            .zip(&golden.prompt_top5)
+            .chain(reference.logits(steps).chunks_exact(vocab).zip(&golden.greedy_top5));
         for (i, (logits, top)) in all.enumerate() {
             let ours: Vec<f32> = top.ids.iter().map(|&id| logits[id as usize]).collect();
             close(&format!("{} top 5 of row {i}", golden.name), &ours, &top.logits, SMOLLM2_TOLERANCE);
             let others = logits.iter().enumerate().filter(|(id, _)| !top.ids.contains(&(*id as u32))).map(|(_, &l)| l);
             let best = others.fold(f32::NEG_INFINITY, f32::max);
-            assert!(best < top.logits[4] + SMOLLM2_TOLERANCE, "{} row {i}: a sixth token has logit {best}", golden.name);
+            assert!(
+                best < top.logits[4] + SMOLLM2_TOLERANCE,
+                "{} row {i}: a sixth token has logit {best}",
+                golden.name
+            );
         }
     }
 }
@@ -226,11 +246,15 @@ fn chunks_of_a_prompt_do_not_show() {
         other[3] = other[4] + 1;
         prefill(&mut reference, &other[..n], 64);
         reference.run(Pass::Verify { width: 1 }, &other[n..], n, &mut |_, _, _| {}).unwrap();
-        assert!(whole.unwrap().differs(&State::of(&reference, shape, n + 1, 1)).is_some(), "{name}: another prompt left the same bits");
+        assert!(
+            whole.unwrap().differs(&State::of(&reference, shape, n + 1, 1)).is_some(),
+            "{name}: another prompt left the same bits"
+        );
     }
 }
 
-/// Rows of one verify pass equal the same tokens one at a time, to the bit, for every width and across the edges of KV chunks.
+/// Rows of one verify pass equal the same tokens one at a time, to the bit, for every width and across the edges of KV
+/// chunks.
 #[test]
 fn the_width_of_a_verify_pass_does_not_show() {
     for (name, mut reference, ids, shape) in models(64 + 2 * MAX_WIDTH) {
@@ -251,7 +275,11 @@ fn the_width_of_a_verify_pass_does_not_show() {
                 "{name}: logits at width {width}"
             );
         }
-        assert_eq!(first_difference(&State::of(&reference, shape, first + MAX_WIDTH, 1).kv, &kv), None, "{name}: keys and values");
+        assert_eq!(
+            first_difference(&State::of(&reference, shape, first + MAX_WIDTH, 1).kv, &kv),
+            None,
+            "{name}: keys and values"
+        );
         assert!(first_difference(&one_by_one[..shape.vocab], &one_by_one[shape.vocab..2 * shape.vocab]).is_some());
     }
 }
@@ -330,19 +358,25 @@ struct Top {
 impl SmolGolden {
     /// Every golden file; they must have been made from the very weights in `dir`.
     fn all(dir: &Path) -> Vec<SmolGolden> {
-        let manifest: serde_json::Value = serde_json::from_slice(&std::fs::read(dir.join("MANIFEST.json")).unwrap()).unwrap();
+        let manifest: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(dir.join("MANIFEST.json")).unwrap()).unwrap();
         let files = std::fs::read_dir(data("golden")).unwrap().map(|e| e.unwrap().path());
-        let goldens: Vec<SmolGolden> = files.map(|f| serde_json::from_slice(&std::fs::read(f).unwrap()).unwrap()).collect();
+        let goldens: Vec<SmolGolden> =
+            files.map(|f| serde_json::from_slice(&std::fs::read(f).unwrap()).unwrap()).collect();
         for golden in &goldens {
             let (want, got) = (&golden.manifest_files["model.safetensors"], &manifest["files"]["model.safetensors"]);
-            assert_eq!(want, got, "{}: made from other weights; scripts/fetch_smollm2.py --force makes the right ones", golden.name);
+            assert_eq!(
+                want, got,
+                "{}: made from other weights; scripts/fetch_smollm2.py --force makes the right ones",
+                golden.name
+            );
         }
         goldens
     }
 }
 
-/// The checkpoint in `dir` with a config that may differ from its own: claimed by its own (but for the order of rope's rows, which is no
-/// matter of names and shapes), computed by the given one.
+/// The checkpoint in `dir` with a config that may differ from its own: claimed by its own (but for the order of rope's
+/// rows, which is no matter of names and shapes), computed by the given one.
 fn open(dir: &Path, config: Config, context: usize) -> Reference {
     let checkpoint = Checkpoint::open(dir, Read::Mmap).unwrap();
     let own = Config { latent: config.latent, ..Config::open(dir).unwrap() };
@@ -390,7 +424,8 @@ fn rms_norm(row: &mut [f32], weight: &[f32], eps: f32) {
 /// The largest absolute difference and where it is; a NaN differs infinitely.
 fn worst(ours: &[f32], golden: &[f32]) -> (f32, usize) {
     assert_eq!(ours.len(), golden.len());
-    let differences = ours.iter().zip(golden).map(|(a, b)| if (a - b).is_nan() { f32::INFINITY } else { (a - b).abs() });
+    let differences =
+        ours.iter().zip(golden).map(|(a, b)| if (a - b).is_nan() { f32::INFINITY } else { (a - b).abs() });
     differences.enumerate().fold((0.0, 0), |worst, (i, d)| if d > worst.0 { (d, i) } else { worst })
 }
 
@@ -476,7 +511,8 @@ fn first_difference(a: &[f32], b: &[f32]) -> Option<String> {
 fn sane(what: &str, numbers: &[f32], dim: usize) {
     assert!(numbers.iter().all(|x| x.is_finite()), "{what}: not finite");
     let rows: Vec<&[f32]> = numbers.chunks_exact(dim).collect();
-    let distinct: std::collections::BTreeSet<Vec<u32>> = rows.iter().map(|r| r.iter().map(|x| x.to_bits()).collect()).collect();
+    let distinct: std::collections::BTreeSet<Vec<u32>> =
+        rows.iter().map(|r| r.iter().map(|x| x.to_bits()).collect()).collect();
     assert_eq!(distinct.len(), rows.len(), "{what}: rows that should differ are equal");
     for row in rows {
         let (low, high) = row.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(l, h), &x| (l.min(x), h.max(x)));

@@ -1,5 +1,5 @@
-//! Plans as text, without weights or a GPU: what a pass computes on one rank and on several. `UPDATE=1 cargo test --test plan` rewrites the
-//! listings in tests/data/plans; read the difference before it is committed.
+//! Plans as text, without weights or a GPU: what a pass computes on one rank and on several. `UPDATE=1 cargo test
+//! --test plan` rewrites the listings in tests/data/plans; read the difference before it is committed.
 use std::fs;
 use std::path::Path;
 use volley::model::config::Config;
@@ -58,10 +58,22 @@ fn listings() {
     check("llama-3.2-1b_verify_1", &plan::target(&llama, Pass::Verify { width: 1 }, Ranks::ONE, &[]).unwrap());
     let tapped = plan::target(&llama, Pass::Verify { width: 4 }, Ranks::new(3, 8), &[2, 8, 13]).unwrap();
     check("llama-3.2-1b_verify_4_rank_3_of_8_tapped", &tapped);
-    check("qwen3-8b_prefill_64", &plan::target(&config("qwen3-8b"), Pass::Prefill { rows: 64 }, Ranks::ONE, &[]).unwrap());
-    check("kimi-k2.5_verify_4_rank_0_of_8", &head(plan::target(&config("kimi-k2.5"), Pass::Verify { width: 4 }, EIGHTH, &[]).unwrap()));
-    check("deepseek-v3_verify_1", &head(plan::target(&config("deepseek-v3"), Pass::Verify { width: 1 }, Ranks::ONE, &[]).unwrap()));
-    check("qwen3-30b-a3b_verify_1", &head(plan::target(&config("qwen3-30b-a3b"), Pass::Verify { width: 1 }, Ranks::ONE, &[]).unwrap()));
+    check(
+        "qwen3-8b_prefill_64",
+        &plan::target(&config("qwen3-8b"), Pass::Prefill { rows: 64 }, Ranks::ONE, &[]).unwrap(),
+    );
+    check(
+        "kimi-k2.5_verify_4_rank_0_of_8",
+        &head(plan::target(&config("kimi-k2.5"), Pass::Verify { width: 4 }, EIGHTH, &[]).unwrap()),
+    );
+    check(
+        "deepseek-v3_verify_1",
+        &head(plan::target(&config("deepseek-v3"), Pass::Verify { width: 1 }, Ranks::ONE, &[]).unwrap()),
+    );
+    check(
+        "qwen3-30b-a3b_verify_1",
+        &head(plan::target(&config("qwen3-30b-a3b"), Pass::Verify { width: 1 }, Ranks::ONE, &[]).unwrap()),
+    );
     check("drafter_3", &plan::drafter(&drafter(), Pass::Draft { width: 8, drafts: 3 }, Ranks::ONE).unwrap());
     let flags = Drafter { fc_norm: true, norm_before_residual: true, norm_output: true, qk_norm: true, ..drafter() };
     check("drafter_flags_2", &plan::drafter(&flags, Pass::Draft { width: 8, drafts: 2 }, Ranks::ONE).unwrap());
@@ -70,9 +82,13 @@ fn listings() {
 #[test]
 fn bytes_are_those_of_the_published_shapes() {
     // reference: all layer weights, final norm and head once, one embedding row (bf16); norms are not counted as steps.
-    for (shape, gb) in
-        [("llama-3.2-1b", 2.4716), ("llama-3.1-8b", 15.0099), ("qwen3-8b", 15.1368), ("qwen3-32b", 63.968), ("smollm2-135m", 0.2690)]
-    {
+    for (shape, gb) in [
+        ("llama-3.2-1b", 2.4716),
+        ("llama-3.1-8b", 15.0099),
+        ("qwen3-8b", 15.1368),
+        ("qwen3-32b", 63.968),
+        ("smollm2-135m", 0.2690),
+    ] {
         let plan = plan::target(&config(shape), Pass::Verify { width: 1 }, Ranks::ONE, &[]).unwrap();
         let found = plan.bytes(0, BF16) as f64 / 1e9;
         assert!((found / gb - 1.0).abs() < 1e-3, "{shape}: {found} GB, expected {gb}");
@@ -113,7 +129,10 @@ fn bytes_of_experts_are_those_of_uniform_routing() {
         }
     }
     // 3.3 billion active parameters, of which the embedding table is one row (Qwen3-30B-A3B's model card).
-    let qwen = plan::target(&config("qwen3-30b-a3b"), Pass::Verify { width: 1 }, Ranks::ONE, &[]).unwrap().bytes(0, BF16) as f64 / 2e9;
+    let qwen = plan::target(&config("qwen3-30b-a3b"), Pass::Verify { width: 1 }, Ranks::ONE, &[])
+        .unwrap()
+        .bytes(0, BF16) as f64
+        / 2e9;
     assert!((qwen + 151_936.0 * 2048.0 / 1e9 - 3.34).abs() < 0.02, "{qwen} billion numbers without the embedding");
     // One latent of 512 + 64 numbers a layer, on every rank.
     let kimi = plan::target(&config("kimi-k2.5"), Pass::Verify { width: 1 }, EIGHTH, &[]).unwrap();
@@ -124,7 +143,10 @@ fn bytes_of_experts_are_those_of_uniform_routing() {
 #[test]
 fn uneven_splits_name_the_sizes_that_work() {
     let error = plan::target(&config("smollm2-135m"), Pass::Verify { width: 1 }, Ranks::new(0, 2), &[]).unwrap_err();
-    assert!(error.to_string().contains("num_attention_heads of 9 cannot be split over 2 ranks: use 1, 3 ranks"), "{error}");
+    assert!(
+        error.to_string().contains("num_attention_heads of 9 cannot be split over 2 ranks: use 1, 3 ranks"),
+        "{error}"
+    );
 }
 
 /// Two sums a draft, and a third of its layer for each of three ranks; its head is whole.
@@ -136,7 +158,9 @@ fn ranks_divide_the_layer_of_a_drafter() {
     assert_eq!((sums(&plan(Ranks::ONE, 3)), sums(&plan(ranks, 3))), (0, 6));
     assert_eq!(3 * plan(ranks, 1).kv.n_kv_heads, d.n_kv_heads);
     let a_draft = |ranks: Ranks| plan(ranks, 2).bytes(0, BF16) - plan(ranks, 1).bytes(0, BF16);
-    let layer = 2 * d.hidden * (d.n_heads + 2 * d.n_kv_heads) * d.head_dim + d.n_heads * d.head_dim * d.hidden + 3 * d.hidden * d.ffn_dim;
+    let layer = 2 * d.hidden * (d.n_heads + 2 * d.n_kv_heads) * d.head_dim
+        + d.n_heads * d.head_dim * d.hidden
+        + 3 * d.hidden * d.ffn_dim;
     assert_eq!(a_draft(Ranks::ONE) - a_draft(ranks), 2 * layer as u64 * 2 / 3); // two bytes a number
     let error = plan::drafter(&d, Pass::Draft { width: 8, drafts: 1 }, Ranks::new(0, 3)).unwrap_err();
     assert!(error.to_string().contains("whole on every rank"), "{error}");
@@ -147,7 +171,8 @@ fn a_sum_over_ranks_follows_every_partial() {
     let plan = plan::target(&config("llama-3.1-8b"), Pass::Verify { width: 1 }, Ranks::new(0, 8), &[]).unwrap();
     let sums = plan.steps.iter().filter(|s| matches!(s, Step::AllReduce { .. })).count();
     assert_eq!(sums, 2 * 32);
-    // With all of attention on every rank half of them go, and the other ranks' queries, keys, values, outputs and heads of the cache come.
+    // With all of attention on every rank half of them go, and the other ranks' queries, keys, values, outputs and
+    // heads of the cache come.
     let ranks = Ranks { whole_attention: true, ..Ranks::new(0, 8) };
     let whole = plan::target(&config("llama-3.1-8b"), Pass::Verify { width: 1 }, ranks, &[]).unwrap();
     let sums = whole.steps.iter().filter(|s| matches!(s, Step::AllReduce { .. })).count();

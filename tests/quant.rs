@@ -1,5 +1,6 @@
-//! Quantised checkpoints: each step computes with exactly the numbers that codes and scales stand for; what is missing, renamed, of another
-//! size or not a scale at all is refused; so is a config that says something else (cases O02 and O04).
+//! Quantised checkpoints: each step computes with exactly the numbers that codes and scales stand for; what is missing,
+//! renamed, of another size or not a scale at all is refused; so is a config that says something else (cases O02 and
+//! O04).
 #[path = "support/quantised.rs"]
 mod quantised;
 mod support;
@@ -38,7 +39,9 @@ fn steps(dir: &Path) -> Vec<(String, Vec<f32>)> {
     let mut steps = Vec::new();
     let tokens: Vec<u32> = (0..8).map(|i| 7 + 29 * i).collect();
     let mut reference = reference(dir).unwrap();
-    reference.run(Pass::Verify { width: 8 }, &tokens, 0, &mut |step, out, _| steps.push((step.name(), out.to_vec()))).unwrap();
+    reference
+        .run(Pass::Verify { width: 8 }, &tokens, 0, &mut |step, out, _| steps.push((step.name(), out.to_vec())))
+        .unwrap();
     steps
 }
 
@@ -81,7 +84,8 @@ fn o04_codes_and_scales_are_the_numbers_of_a_plain_copy() {
 fn latent_attention_and_experts_use_their_scales() {
     for name in ["dsv3_fp8", "kimi_k25_int4"] {
         let (_, weights) = open(&tiny(name)).unwrap();
-        // dsv3_fp8: 2 layers of 5 attention matrices, 3 of the dense layer, 3 of each of 8 experts and of the shared one.
+        // dsv3_fp8: 2 layers of 5 attention matrices, 3 of the dense layer, 3 of each of 8 experts and of the shared
+        // one.
         let expected = match name {
             "dsv3_fp8" => "40 quantised matrices with 40 tensors of scales, fp8 e4m3 in blocks of 128 x 128",
             _ => "96 quantised matrices with 96 tensors of scales, int4 in blocks of 1 x 32",
@@ -89,7 +93,10 @@ fn latent_attention_and_experts_use_their_scales() {
         assert_eq!(weights.quantised().unwrap(), expected);
 
         let plain = tempdir().unwrap();
-        write_safetensors(&plain.path().join("model.safetensors"), &dequantise(&read_tensors(&tiny(name).join("model.safetensors"))));
+        write_safetensors(
+            &plain.path().join("model.safetensors"),
+            &dequantise(&read_tensors(&tiny(name).join("model.safetensors"))),
+        );
         let mut config = config_json(name);
         remove_quantization(&mut config);
         write_json(&plain.path().join("config.json"), &config);
@@ -159,7 +166,10 @@ fn o04_a_wrong_scale_is_refused_by_name() {
             if other == scale {
                 reference(dir.path()).unwrap();
             } else {
-                refused(dir.path(), &[&shown, "no such tensor", &format!("{module}.{other}"), "expected no such tensor"]);
+                refused(
+                    dir.path(),
+                    &[&shown, "no such tensor", &format!("{module}.{other}"), "expected no such tensor"],
+                );
             }
         }
         // Both spellings.
@@ -247,7 +257,9 @@ fn a_split_that_cuts_a_block_is_refused() {
     let gate_up = of(Role::GateUp).part_of_rank(1, 3).unwrap();
     assert_eq!(gate_up[1], Slice { rows: 128..256, cols: 0..256 });
     assert_eq!(of(Role::GateUp).scale_slice(&gate_up[1]), Slice { rows: 1..2, cols: 0..2 });
-    for (role, ranks, works) in [(Role::GateUp, 2, "1 or 3"), (Role::O, 2, "1"), (Role::ExpertGateUp, 4, "1"), (Role::ExpertDown, 2, "1")] {
+    for (role, ranks, works) in
+        [(Role::GateUp, 2, "1 or 3"), (Role::O, 2, "1"), (Role::ExpertGateUp, 4, "1"), (Role::ExpertDown, 2, "1")]
+    {
         for rank in 0..ranks {
             let error = format!("{:#}", of(role).part_of_rank(rank, ranks).unwrap_err());
             assert!(error.contains("cuts no block (fp8 e4m3 in blocks of 128 x 128)"), "{error}");
@@ -304,7 +316,8 @@ fn parse(config: &Value) -> Result<Config, String> {
     Config::parse(&config.to_string(), None).map_err(|error| format!("{error:#}"))
 }
 
-/// Sets `path` (keys joined with dots) of a shape's config and expects an error with the last key, the value and every word.
+/// Sets `path` (keys joined with dots) of a shape's config and expects an error with the last key, the value and every
+/// word.
 #[track_caller]
 fn refuse(shape: &str, path: &str, value: Value, words: &[&str]) {
     let mut config = shape_json(shape);
@@ -316,7 +329,9 @@ fn refuse(shape: &str, path: &str, value: Value, words: &[&str]) {
     *at = value;
     match parse(&config) {
         Ok(_) => panic!("{shape}: {path}: expected an error with {words:?}, found a model"),
-        Err(error) => [key].iter().chain(words).for_each(|word| assert!(error.contains(word), "expected {word:?} in: {error}")),
+        Err(error) => {
+            [key].iter().chain(words).for_each(|word| assert!(error.contains(word), "expected {word:?} in: {error}"))
+        }
     }
 }
 
@@ -330,11 +345,17 @@ fn what_changes_the_arithmetic_of_experts_and_latents_is_read_or_refused() {
     for (shape, scale) in [("deepseek-v3", 0.1352338f32), ("kimi-k2.5", 0.1446796)] {
         let config = parse(&shape_json(shape)).unwrap();
         assert!((config.latent_scale() / scale - 1.0).abs() < 1e-5, "{shape}: {}", config.latent_scale());
-        assert_eq!((config.n_kv_heads, config.head_dim, config.rope_dim(), config.rope.attention_factor()), (1, 192, 64, 1.0));
+        assert_eq!(
+            (config.n_kv_heads, config.head_dim, config.rope_dim(), config.rope.attention_factor()),
+            (1, 192, 64, 1.0)
+        );
     }
     assert_eq!(parse(&shape_json("deepseek-v3")).unwrap().n_mtp_layers, 1);
     let kimi = parse(&shape_json("kimi-k2.5")).unwrap();
-    assert_eq!((kimi.arch.as_str(), kimi.norm_eps, kimi.bos, kimi.eos.len(), kimi.tied), ("kimi_k25", 1e-5, Some(163584), 1, false));
+    assert_eq!(
+        (kimi.arch.as_str(), kimi.norm_eps, kimi.bos, kimi.eos.len(), kimi.tied),
+        ("kimi_k25", 1e-5, Some(163584), 1, false)
+    );
     assert!(kimi.has_experts(1) && !kimi.has_experts(0));
 
     let deepseek = |key: &str, value: Value, words: &[&str]| refuse("deepseek-v3", key, value, words);
@@ -412,7 +433,12 @@ fn tensors_of_images_and_of_other_names() {
     same_numbers(own.path(), &tiny("kimi_k25_int4"));
     same_numbers(short.path(), &tiny("kimi_k25_int4"));
     let other = changed("kimi_k25_int4", |tensors| {
-        tensors.push(TensorData { name: "audio_tower.weight".into(), dtype: "BF16", shape: vec![2], bytes: vec![0; 4] });
+        tensors.push(TensorData {
+            name: "audio_tower.weight".into(),
+            dtype: "BF16",
+            shape: vec![2],
+            bytes: vec![0; 4],
+        });
     });
     refused(other.path(), &["audio_tower.weight", "expected no such tensor"]);
     // Layers behind the last are those of multi-token prediction, if the config has any.

@@ -1,5 +1,6 @@
-//! Several ranks: the f32 reference as 2, 3, 4 and 8 ranks against itself as one, and what each rank holds and reads; then ranks of the GPU backend
-//! against the reference and each other, with the kernels compiled by g++ (scripts/shim.sh) and collectives that run together.
+//! Several ranks: the f32 reference as 2, 3, 4 and 8 ranks against itself as one, and what each rank holds and reads;
+//! then ranks of the GPU backend against the reference and each other, with the kernels compiled by g++
+//! (scripts/shim.sh) and collectives that run together.
 #[path = "support/drafter.rs"]
 mod drafter;
 #[path = "support/experts.rs"]
@@ -55,7 +56,9 @@ fn observe(reference: &mut Reference) -> (Vec<f32>, Vec<f32>) {
     let mut hidden = Vec::new();
     let mut keep = |step: &Step, out: &mut [f32], _: usize| match step {
         Step::AllReduce { .. } => hidden.extend_from_slice(out),
-        Step::Linear(l) if matches!(l.epilogue, volley::model::plan::Epilogue::Residual { .. }) => hidden.extend_from_slice(out),
+        Step::Linear(l) if matches!(l.epilogue, volley::model::plan::Epilogue::Residual { .. }) => {
+            hidden.extend_from_slice(out)
+        }
         _ => {}
     };
     reference.run(Pass::Prefill { rows: 64 }, &ids[..64], 0, &mut keep).unwrap();
@@ -73,19 +76,24 @@ fn answer(reference: Reference, sampling: &Sampling) -> Vec<u32> {
 
 #[test]
 fn ranks_compute_what_one_computes() {
-    for (t0, counts) in [(tiny8(), &[2, 4, 8][..]), (tiny3().biases(), &[3]), (tiny8().arch("qwen3").tied(true), &[4])] {
+    for (t0, counts) in [(tiny8(), &[2, 4, 8][..]), (tiny3().biases(), &[3]), (tiny8().arch("qwen3").tied(true), &[4])]
+    {
         let dir = tempfile::tempdir().unwrap();
         t0.write(dir.path());
         let one = observe(&mut reference(dir.path(), 1));
         let sampled = Sampling { temperature: 0.8, top_p: 0.9, seed: 3, ..Sampling::default() };
-        let answers = [Sampling::default(), sampled].map(|sampling| (answer(reference(dir.path(), 1), &sampling), sampling));
+        let answers =
+            [Sampling::default(), sampled].map(|sampling| (answer(reference(dir.path(), 1), &sampling), sampling));
         for ranks in counts.iter().flat_map(|&count| [Ranks::new(count - 1, count), whole_attention(count)]) {
             let (count, many) = (ranks.count, observe(&mut reference_of(dir.path(), ranks)));
             for (what, one, many) in [("hidden states", &one.0, &many.0), ("logits", &one.1, &many.1)] {
                 assert_eq!(one.len(), many.len(), "{what} of {count} ranks");
                 let spread = one.iter().fold(0f32, |m, x| m.max(x.abs()));
                 let worst = one.iter().zip(many).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
-                assert!(spread > 1.0 && worst < 1e-5 * spread, "{what} of {count} ranks: off by {worst}, up to {spread}");
+                assert!(
+                    spread > 1.0 && worst < 1e-5 * spread,
+                    "{what} of {count} ranks: off by {worst}, up to {spread}"
+                );
             }
             for (expected, sampling) in &answers {
                 assert_eq!(answer(reference_of(dir.path(), ranks), sampling), *expected, "{ranks:?}, {sampling:?}");
@@ -94,7 +102,8 @@ fn ranks_compute_what_one_computes() {
     }
 }
 
-/// Tied and untied heads, four ways, on two ranks: the spare head of a tied model is not used, an untied one is, and an absent one is an error.
+/// Tied and untied heads, four ways, on two ranks: the spare head of a tied model is not used, an untied one is, and an
+/// absent one is an error.
 #[test]
 fn o03_heads_of_two_ranks() {
     let text = |t0: T0, count: usize| {
@@ -124,9 +133,11 @@ fn o03_heads_of_two_ranks() {
 }
 
 /// How `tiny8` of experts is stored.
-const SCHEMES: [Option<Scheme>; 4] = [None, Some(Scheme::Fp8Block(32, 32)), Some(Scheme::Fp8Channel), Some(Scheme::Int4(32))];
+const SCHEMES: [Option<Scheme>; 4] =
+    [None, Some(Scheme::Fp8Block(32, 32)), Some(Scheme::Fp8Channel), Some(Scheme::Int4(32))];
 
-/// Heads, experts and the shared expert are divided, the latents are not; drafting by the model's own layer changes no text on any number of ranks.
+/// Heads, experts and the shared expert are divided, the latents are not; drafting by the model's own layer changes no
+/// text on any number of ranks.
 #[test]
 fn ranks_of_models_with_experts_compute_what_one_computes() {
     let tiny = |name: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny").join(name);
@@ -139,9 +150,11 @@ fn ranks_of_models_with_experts_compute_what_one_computes() {
         })
         .collect();
     let eights: Vec<(PathBuf, &[usize])> = made.iter().map(|dir| (dir.path().to_path_buf(), &[2, 4, 8][..])).collect();
-    for (dir, counts) in
-        eights.into_iter().chain([(tiny("deepseek_v3"), &[2, 4][..]), (tiny("qwen3_moe"), &[2, 4]), (tiny("kimi_k25_int4"), &[2])])
-    {
+    for (dir, counts) in eights.into_iter().chain([
+        (tiny("deepseek_v3"), &[2, 4][..]),
+        (tiny("qwen3_moe"), &[2, 4]),
+        (tiny("kimi_k25_int4"), &[2]),
+    ]) {
         let vocab = Config::open(&dir).unwrap().vocab as u32;
         let tokens: Vec<u32> = ids(20).into_iter().map(|id| id % vocab).collect();
         let logits = |ranks: Ranks| {
@@ -153,7 +166,8 @@ fn ranks_of_models_with_experts_compute_what_one_computes() {
         let text = |count: usize, drafts: Option<usize>| {
             let (config, weights) = open(&dir);
             let checkpoint = Checkpoint::open(&dir, Read::Mmap).unwrap();
-            let drafter = drafts.map(|_| DraftModel::mtp(&Table::builtin().unwrap(), &config, &weights, &checkpoint).unwrap());
+            let drafter =
+                drafts.map(|_| DraftModel::mtp(&Table::builtin().unwrap(), &config, &weights, &checkpoint).unwrap());
             drafter.iter().for_each(|drafter| drafter.weights.load(&mut |_, _| {}).unwrap());
             let drafting = Drafting { eagle: drafter.is_some(), fixed: drafts, ..Drafting::default() };
             let reference = Reference::of_ranks(config, weights, 200, drafter, false, Ranks::new(0, count)).unwrap();
@@ -168,7 +182,11 @@ fn ranks_of_models_with_experts_compute_what_one_computes() {
         for &count in counts {
             for ranks in [Ranks::new(count - 1, count), whole_attention(count)] {
                 let worst = one.iter().zip(logits(ranks)).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
-                assert!(spread > 0.5 && worst < 1e-5 * spread, "{} on {ranks:?}: off by {worst}, up to {spread}", dir.display());
+                assert!(
+                    spread > 0.5 && worst < 1e-5 * spread,
+                    "{} on {ranks:?}: off by {worst}, up to {spread}",
+                    dir.display()
+                );
             }
             assert_eq!(text(count, None), expected, "{} on {count} ranks", dir.display());
             assert_eq!(text(count, drafts), expected, "{} on {count} ranks, {drafts:?} drafts", dir.display());
@@ -223,7 +241,9 @@ fn two_ranks_hold_every_check() {
     hold(conductor.each("check", |m| check::sampling(m, &ids(40))));
     hold(conductor.each("check", |m| check::speculation(m, &ids(40), 12, false)));
     let mut engine = Engine::new(Box::new(conductor), Drafting { ngram: true, ..Drafting::default() }).unwrap();
-    for sampling in [Sampling::default(), Sampling { temperature: 0.8, top_k: 40, top_p: 0.9, seed: 3, ..Sampling::default() }] {
+    for sampling in
+        [Sampling::default(), Sampling { temperature: 0.8, top_k: 40, top_p: 0.9, seed: 3, ..Sampling::default() }]
+    {
         let request = Request { prompt: &ids(20), sampling: &sampling, end_ids: &[], max_tokens: Some(12) };
         let mut answers = [false, true].map(|paused| {
             engine.clear();
@@ -253,7 +273,8 @@ fn three_and_eight_ranks_compute_alike() {
     }
 }
 
-/// Heads, experts and the shared one are divided, latents and routes are everybody's; the model's own layer drafts on every rank.
+/// Heads, experts and the shared one are divided, latents and routes are everybody's; the model's own layer drafts on
+/// every rank.
 #[test]
 fn two_ranks_of_models_with_experts() {
     let _alone = alone();
@@ -267,7 +288,8 @@ fn two_ranks_of_models_with_experts() {
         }
         let mut conductor = Conductor::new(setup, shim::gpu(), &mut |_, _| {}).unwrap();
         compute_alike(&format!("tiny8 of experts, {scheme:?}"), &mut conductor, dir.path());
-        let hold = |held: anyhow::Result<Vec<String>>| println!("{}", held.unwrap_or_else(|e| panic!("{scheme:?}: {e:#}"))[0]);
+        let hold =
+            |held: anyhow::Result<Vec<String>>| println!("{}", held.unwrap_or_else(|e| panic!("{scheme:?}: {e:#}"))[0]);
         if scheme.is_none() {
             hold(conductor.each("check", |m| check::speculation(m, &ids(40), 5, true)));
         } else {
@@ -280,8 +302,10 @@ fn two_ranks_of_models_with_experts() {
 #[test]
 fn ranks_with_all_of_attention_hold_every_check() {
     let _alone = alone();
-    for (t0, count) in [(tiny8(), 2), (tiny8().set("num_attention_heads", 3).set("num_key_value_heads", 1).set("attention_bias", true), 4)]
-    {
+    for (t0, count) in [
+        (tiny8(), 2),
+        (tiny8().set("num_attention_heads", 3).set("num_key_value_heads", 1).set("attention_bias", true), 4),
+    ] {
         let dir = tempfile::tempdir().unwrap();
         t0.write(dir.path());
         let mut whole = setup(dir.path(), count);
@@ -296,7 +320,8 @@ fn ranks_with_all_of_attention_hold_every_check() {
     }
 }
 
-/// The drafter reads features that all ranks have alike. Whether it is whole on every rank or its layer is divided, it finds the same logits, and changes no text.
+/// The drafter reads features that all ranks have alike. Whether it is whole on every rank or its layer is divided, it
+/// finds the same logits, and changes no text.
 #[test]
 fn drafts_change_the_passes_and_not_the_text() {
     let _alone = alone();
@@ -331,7 +356,10 @@ fn drafts_change_the_passes_and_not_the_text() {
     });
     let spread = logits[0].iter().fold(0f32, |most, x| most.max(x.abs()));
     let worst = logits[0].iter().zip(&logits[1]).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
-    assert!(logits[0].len() == logits[1].len() && spread > 0.1 && worst < 0.02 * spread, "off by {worst}, up to {spread}");
+    assert!(
+        logits[0].len() == logits[1].len() && spread > 0.1 && worst < 0.02 * spread,
+        "off by {worst}, up to {spread}"
+    );
 }
 
 /// A way of adding sums that a link corrupts is not used, and the text is the same.
@@ -341,21 +369,27 @@ fn a_wrong_algorithm_is_left_out() {
     tiny8().set("hidden_size", 32).write(dir.path());
     let sampling = Sampling::default();
     let request = Request { prompt: &ids(20), sampling: &sampling, end_ids: &[], max_tokens: Some(4) };
-    let answers = [None, Some(Fault { kind: FaultKind::Flip, rank: 1, peer: 0, only: Some(Algorithm::Push) })].map(|fault| {
-        let mut setup = setup(dir.path(), 2);
-        if fault.is_some() {
-            let link = comm::Options { fault, ..Default::default() };
-            setup.collectives = Collectives { measure: Measure::Anew, link, ..Default::default() };
-        }
-        let conductor = Conductor::new(setup, shim::gpu(), &mut |_, _| {}).unwrap();
-        let failed: Vec<Algorithm> = conductor.links.failed.iter().map(|f| f.algorithm).collect();
-        assert_eq!(failed, if fault.is_some() { vec![Algorithm::Push] } else { vec![] });
-        Engine::new(Box::new(conductor), Drafting::default()).unwrap().generate(&request, &mut |_: Event| Flow::Go).unwrap().tokens
-    });
+    let answers =
+        [None, Some(Fault { kind: FaultKind::Flip, rank: 1, peer: 0, only: Some(Algorithm::Push) })].map(|fault| {
+            let mut setup = setup(dir.path(), 2);
+            if fault.is_some() {
+                let link = comm::Options { fault, ..Default::default() };
+                setup.collectives = Collectives { measure: Measure::Anew, link, ..Default::default() };
+            }
+            let conductor = Conductor::new(setup, shim::gpu(), &mut |_, _| {}).unwrap();
+            let failed: Vec<Algorithm> = conductor.links.failed.iter().map(|f| f.algorithm).collect();
+            assert_eq!(failed, if fault.is_some() { vec![Algorithm::Push] } else { vec![] });
+            Engine::new(Box::new(conductor), Drafting::default())
+                .unwrap()
+                .generate(&request, &mut |_: Event| Flow::Go)
+                .unwrap()
+                .tokens
+        });
     assert_eq!(answers[0], answers[1]);
 }
 
-/// Each rank reads its part and no more, numbers and scales; both together the whole file, and what they share once again.
+/// Each rank reads its part and no more, numbers and scales; both together the whole file, and what they share once
+/// again.
 #[test]
 fn ranks_read_their_parts() {
     let _alone = alone();
@@ -380,7 +414,9 @@ fn ranks_read_their_parts() {
             layout.place(&gpu, &kernels, &Source::Checkpoint(&weights), None, ranks, &mut |_, _| {}).unwrap();
             for (_, weight) in weights.iter() {
                 let slices = weight.part_of_rank(rank, 2).unwrap();
-                let bytes = |(part, slice): (&Tensor, &Slice)| weight.format.bytes(slice.rows.len(), slice.cols.len(), part.dtype.bytes());
+                let bytes = |(part, slice): (&Tensor, &Slice)| {
+                    weight.format.bytes(slice.rows.len(), slice.cols.len(), part.dtype.bytes())
+                };
                 expected += weight.parts.iter().zip(&slices).map(bytes).sum::<u64>() as usize;
                 // Scales of rows are bf16 in this dialect, of which `bytes` knows four each.
                 if weight.format.block().is_some_and(|block| block.cols.is_none()) {
@@ -414,16 +450,27 @@ fn o22_one_rank_fails() {
     // During load, before and in the first pass.
     let start = Instant::now();
     let broken = Setup { open: Box::new(|_| Err(error::machine("it fell off the bus"))), ..setup(dir.path(), 2) };
-    check(Conductor::new(broken, shim::gpu(), &mut |_, _| {}).err().unwrap(), &["rank 1 (GPU 0), load", "fell off the bus"], start);
+    check(
+        Conductor::new(broken, shim::gpu(), &mut |_, _| {}).err().unwrap(),
+        &["rank 1 (GPU 0), load", "fell off the bus"],
+        start,
+    );
     let start = Instant::now();
-    let link = comm::Options { fault: Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0, only: None }), ..Default::default() };
+    let link = comm::Options {
+        fault: Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0, only: None }),
+        ..Default::default()
+    };
     let silent = Setup { collectives: Collectives { link, ..Default::default() }, ..setup(dir.path(), 2) };
     let error = Conductor::new(silent, shim::gpu(), &mut |_, _| {}).err().unwrap();
     check(error, &["rank 0 (GPU 0), load", "no data from rank 1", "layers.0.o"], start);
     let start = Instant::now();
     let mut refused = setup(dir.path(), 2);
     refused.options.fail_capture = |pass| pass == Pass::Verify { width: 3 };
-    check(Conductor::new(refused, shim::gpu(), &mut |_, _| {}).err().unwrap(), &["(GPU 0), load", "capture", "Verify { width: 3 }"], start);
+    check(
+        Conductor::new(refused, shim::gpu(), &mut |_, _| {}).err().unwrap(),
+        &["(GPU 0), load", "capture", "Verify { width: 3 }"],
+        start,
+    );
 
     // In the middle of an answer: its thread ends, and the others wait in vain.
     let mut both = conductor(dir.path(), 2);
@@ -469,5 +516,9 @@ fn a_caller_that_hangs_is_not_waited_for() {
         Ok(())
     });
     assert!(late.is_err());
-    assert!(said().is_some_and(|line| line.starts_with("3 rank 1 (GPU 0), step 3, pass ") && line.ends_with(": killed")), "{:?}", said());
+    assert!(
+        said().is_some_and(|line| line.starts_with("3 rank 1 (GPU 0), step 3, pass ") && line.ends_with(": killed")),
+        "{:?}",
+        said()
+    );
 }

@@ -1,8 +1,8 @@
-//! Speculation: drafters compute what their authors' arithmetic says, drafts never change the text, rejected ones leave no trace, wrong
-//! drafters are refused or noticed, and drafts that do not pay stop (cases O11, O13 to O19).
+//! Speculation: drafters compute what their authors' arithmetic says, drafts never change the text, rejected ones leave
+//! no trace, wrong drafters are refused or noticed, and drafts that do not pay stop (cases O11, O13 to O19).
 //!
-//! T0 and D0 are random and made on the spot; golden values are those of scripts/make_draft_golden.py; tests with SmolLM2 and its drafter are
-//! skipped, in so many words, where the model is absent.
+//! T0 and D0 are random and made on the spot; golden values are those of scripts/make_draft_golden.py; tests with
+//! SmolLM2 and its drafter are skipped, in so many words, where the model is absent.
 #[path = "support/binary.rs"]
 mod binary;
 #[path = "support/drafter.rs"]
@@ -26,7 +26,8 @@ use tempfile::{tempdir, TempDir};
 use volley::cpu::Reference;
 use volley::decode::policy::Costs;
 use volley::decode::{
-    Answer, Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Record, Request, Sampling, Script, StepTime, MAX_DRAFTS,
+    Answer, Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Record, Request, Sampling, Script,
+    StepTime, MAX_DRAFTS,
 };
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
@@ -50,13 +51,15 @@ struct GoldenCase {
     logits: Vec<Vec<f32>>,
 }
 
-const DIALECTS: [&str; 9] = ["safeailab", "specforge", "speculators", "modelopt", "eagle31", "aux_norm", "narrow", "latent", "latent31"];
+const DIALECTS: [&str; 9] =
+    ["safeailab", "specforge", "speculators", "modelopt", "eagle31", "aux_norm", "narrow", "latent", "latent31"];
 
 fn golden(name: &str) -> Golden {
     serde_json::from_slice(&std::fs::read(data("draft").join(name).join("golden.json")).unwrap()).unwrap()
 }
 
-/// The largest difference of a logit from the golden one over all cases of a drafter that `change` may have altered; infinite where the drafts differ.
+/// The largest difference of a logit from the golden one over all cases of a drafter that `change` may have altered;
+/// infinite where the drafts differ.
 fn worst_logit(name: &str, change: &dyn Fn(&mut DraftModel)) -> f32 {
     let (target, draft) = (data("draft/target"), data("draft").join(name));
     let mut worst = 0.0f32;
@@ -191,7 +194,10 @@ fn the_shipped_drafter_computes_what_the_script_computes() {
             for (step, out) in steps.iter().enumerate() {
                 for (id, logit) in chain.ids[step].iter().zip(&chain.logits[step]) {
                     let ours = out[map.binary_search(id).unwrap()];
-                    assert!((ours - logit).abs() < 2e-3, "{name}, root {i}, step {step}, id {id}: {ours}, expected {logit}");
+                    assert!(
+                        (ours - logit).abs() < 2e-3,
+                        "{name}, root {i}, step {step}, id {id}: {ours}, expected {logit}"
+                    );
                 }
             }
         }
@@ -217,17 +223,30 @@ fn the_shipped_drafter_computes_what_the_script_computes() {
     assert!((ours / theirs - 1.0f64).abs() < 0.08, "{ours} {theirs}");
 }
 
-/// transformers' MtpModel on the same checkpoint: the hidden state that goes in, normalised, and the logits that come out, for every position.
+/// transformers' MtpModel on the same checkpoint: the hidden state that goes in, normalised, and the logits that come
+/// out, for every position.
 #[test]
 fn multi_token_prediction_computes_what_transformers_computes() {
     let dir = data("tiny/dsv3_mtp");
     let file = std::fs::read(dir.join("golden.safetensors")).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
     let ints = |name: &str| -> Vec<u32> {
-        tensors.tensor(name).unwrap().data().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32).collect()
+        tensors
+            .tensor(name)
+            .unwrap()
+            .data()
+            .chunks_exact(8)
+            .map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32)
+            .collect()
     };
     let floats = |name: &str| -> Vec<f32> {
-        tensors.tensor(name).unwrap().data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+        tensors
+            .tensor(name)
+            .unwrap()
+            .data()
+            .chunks_exact(4)
+            .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+            .collect()
     };
     let (ids, next) = (ints("ids"), ints("toks"));
     let mut reference = with_mtp(&dir, |_| {});
@@ -259,7 +278,9 @@ fn multi_token_prediction_computes_what_transformers_computes() {
 /// A model with its layer for multi-token prediction as the drafter, which `change` may alter.
 fn with_mtp(dir: &Path, change: impl Fn(&mut DraftModel)) -> Reference {
     let (config, weights) = open(dir);
-    let mut drafter = DraftModel::mtp(&Table::builtin().unwrap(), &config, &weights, &Checkpoint::open(dir, Read::Mmap).unwrap()).unwrap();
+    let mut drafter =
+        DraftModel::mtp(&Table::builtin().unwrap(), &config, &weights, &Checkpoint::open(dir, Read::Mmap).unwrap())
+            .unwrap();
     change(&mut drafter);
     reference(config, weights, Some(drafter), true)
 }
@@ -284,8 +305,8 @@ fn a_model_drafts_by_its_own_layer_from_the_command_line() {
     run(t0.path(), &["--draft", "mtp"]).expect_error(2, &["--draft mtp", "num_nextn_predict_layers", "found none"]);
 }
 
-/// What is left of a drafter with the whole vocabulary computes the logits of its tokens as before, to the bit: a head of its own, the target's, a model's own
-/// layer, and with latent attention. Only these tokens are drafted.
+/// What is left of a drafter with the whole vocabulary computes the logits of its tokens as before, to the bit: a head
+/// of its own, the target's, a model's own layer, and with latent attention. Only these tokens are drafted.
 #[test]
 fn a_truncated_drafter_is_the_whole_one_for_its_tokens() {
     type Make = fn(&Path, &Config, &Weights) -> DraftModel;
@@ -311,7 +332,8 @@ fn a_truncated_drafter_is_the_whole_one_for_its_tokens() {
             let drafter = ids.map_or(Ok(whole.clone()), |ids| whole.truncate(ids.to_vec())).unwrap();
             let tokens: Vec<u32> = prompt(12).iter().map(|id| id % config.vocab as u32).collect();
             let mut made = reference(config, weights, Some(drafter), false);
-            made.begin(&tokens, 0, &Sampling::default(), &Limits { end_ids: vec![], max_tokens: 20, context: 64 }).unwrap();
+            made.begin(&tokens, 0, &Sampling::default(), &Limits { end_ids: vec![], max_tokens: 20, context: 64 })
+                .unwrap();
             made.prefill(&tokens[..11]).unwrap();
             made.verify(1).unwrap();
             let root = made.record().unwrap().tokens;
@@ -344,7 +366,8 @@ fn a_draft_vocabulary_from_the_command_line() {
         let option = ["-v", "-n", "24", "-t", "3", "--seed", "4", "--draft-vocab", file.to_str().unwrap()];
         binary::on(target, "run", &[&option, args, &["hello"]].concat(), b"")
     };
-    let plain = binary::on(dir.path(), "run", &["-n", "24", "-t", "3", "--seed", "4", "--draft", "none", "hello"], b"").expect(0);
+    let plain = binary::on(dir.path(), "run", &["-n", "24", "-t", "3", "--seed", "4", "--draft", "none", "hello"], b"")
+        .expect(0);
     let counts: Vec<String> = (0..200).map(|id| format!("\"{id}\": {}", 1000 - id)).collect();
     std::fs::write(&file, format!("{{{}}}", counts.join(", "))).unwrap();
     let drafted = run(dir.path(), &["--draft", "mtp", "--draft-tokens", "3"]).expect(0);
@@ -354,11 +377,14 @@ fn a_draft_vocabulary_from_the_command_line() {
     run(dir.path(), &["--draft", "none"]).expect_error(2, &["--draft-vocab: expected a drafter, found none"]);
     let tiny = Tiny::new();
     let d0 = tiny.0.path().join("d0");
-    run(tiny.target(), &["--draft", d0.to_str().unwrap()]).expect_error(2, &["--draft-vocab", "whole vocabulary, found one of 128 ids"]);
+    run(tiny.target(), &["--draft", d0.to_str().unwrap()])
+        .expect_error(2, &["--draft-vocab", "whole vocabulary, found one of 128 ids"]);
     std::fs::write(&file, "[1, 512]").unwrap();
-    run(dir.path(), &["--draft", "mtp"]).expect_error(2, &["--draft-vocab", "frequency.json", "ids from 0 to 511", "found 512"]);
+    run(dir.path(), &["--draft", "mtp"])
+        .expect_error(2, &["--draft-vocab", "frequency.json", "ids from 0 to 511", "found 512"]);
     std::fs::remove_file(&file).unwrap();
-    run(dir.path(), &["--draft", "mtp"]).expect_error(2, &["--draft-vocab", "frequency.json", "expected a file of token frequencies"]);
+    run(dir.path(), &["--draft", "mtp"])
+        .expect_error(2, &["--draft-vocab", "frequency.json", "expected a file of token frequencies"]);
 }
 
 // ---- the text does not depend on drafts
@@ -407,7 +433,10 @@ fn ids_of_models_with_experts_are_equal_with_every_drafter() {
                     assert_eq!(answer.tokens, expected, "{name}, {by:?}, {k} drafts at {temperature}");
                 }
                 let s = engine.statistics().unwrap();
-                assert!(s.cycles < s.tokens && s.eagle_cycles > 0, "{name}: no draft was ever accepted, so nothing was tested");
+                assert!(
+                    s.cycles < s.tokens && s.eagle_cycles > 0,
+                    "{name}: no draft was ever accepted, so nothing was tested"
+                );
             }
         }
     }
@@ -453,7 +482,8 @@ fn ids_are_equal_at_every_number_of_drafts_and_seed() {
     for by in SOURCES {
         for k in 1..=MAX_DRAFTS {
             let mut engine = t0.engine(drafting(by, Some(k)));
-            // At temperature 4 the noise that drafter and target share decides often: even a random drafter is right now and then.
+            // At temperature 4 the noise that drafter and target share decides often: even a random drafter is right
+            // now and then.
             for temperature in [0.0, 0.8, 4.0] {
                 for seed in 1..=5 {
                     let sampling = Sampling { temperature, seed, ..Sampling::default() };
@@ -501,7 +531,12 @@ fn o13_every_sampling_option_gives_the_same_ids() {
             }
         }
     }
-    assert!(texts.len() >= 12, "only {} texts of {} settings differ: the options do nothing", texts.len(), 2 * options().len());
+    assert!(
+        texts.len() >= 12,
+        "only {} texts of {} settings differ: the options do nothing",
+        texts.len(),
+        2 * options().len()
+    );
 }
 
 /// Scripts that know the right continuation, from a recorded run.
@@ -533,7 +568,11 @@ fn ids_are_equal_whatever_is_drafted() {
         check("always wrong", scripted(&all, |_, id| (id + 1) % 512), 40);
         for wrong in 0..MAX_DRAFTS {
             let cycles = 1 + 39usize.div_ceil(wrong + 1);
-            check(&format!("wrong at {wrong}"), scripted(&all, move |i, id| if i == wrong { (id + 1) % 512 } else { id }), cycles);
+            check(
+                &format!("wrong at {wrong}"),
+                scripted(&all, move |i, id| if i == wrong { (id + 1) % 512 } else { id }),
+                cycles,
+            );
         }
     }
 }
@@ -578,7 +617,10 @@ fn o11_the_earliest_end_in_a_block_counts() {
                 // The cache holds the kept prefix: the next turn equals a fresh run.
                 let turn = [&prompt[..], &expected.0, &[3, 9, 27]].concat();
                 let next = |engine: &mut Engine| {
-                    engine.generate(&Request { prompt: &turn, sampling: &sampling, end_ids: &[], max_tokens: Some(6) }, &mut |_| Flow::Go)
+                    engine.generate(
+                        &Request { prompt: &turn, sampling: &sampling, end_ids: &[], max_tokens: Some(6) },
+                        &mut |_| Flow::Go,
+                    )
                 };
                 let (ours, fresh) = (next(&mut engine).unwrap(), generate(&mut plain, &turn, &sampling, &[], Some(6)));
                 assert_eq!(ours.tokens, fresh.tokens, "the turn after an end at {at}, cap {cap}");
@@ -595,11 +637,15 @@ fn o14_greedy_ids_are_equal() {
     let prompts: Vec<Vec<u32>> = (0..20).map(|i| (0..9 + i).map(|j| (j * 37 + 11 * i + 3) % 503).collect()).collect();
     let text = |drafting: Drafting| {
         let mut engine = t0.engine(drafting);
-        prompts.iter().map(|prompt| generate(&mut engine, prompt, &Sampling::default(), &[], Some(200)).tokens).collect::<Vec<_>>()
+        prompts
+            .iter()
+            .map(|prompt| generate(&mut engine, prompt, &Sampling::default(), &[], Some(200)).tokens)
+            .collect::<Vec<_>>()
     };
     let plain = text(Drafting::default());
     assert!(plain.iter().all(|tokens| tokens.len() == 200) && plain.windows(2).all(|two| two[0] != two[1]));
-    let cases = (1..=7).map(|k| (By::Ngram, Some(k))).chain((1..=5).map(|k| (By::Eagle, Some(k)))).chain([(By::Both, None)]);
+    let cases =
+        (1..=7).map(|k| (By::Ngram, Some(k))).chain((1..=5).map(|k| (By::Eagle, Some(k)))).chain([(By::Both, None)]);
     for (by, k) in cases {
         assert!(text(drafting(by, k)) == plain, "{by:?}, {k:?} drafts: other tokens than without");
     }
@@ -637,7 +683,9 @@ fn o15_rejected_tokens_leave_no_trace() {
     let expected = generate(&mut plain.engine(Drafting::default()), &prompt, &sampling, &[], Some(N)).tokens;
     let all = [&prompt[..], &expected].concat();
     let drafts: Vec<(String, Drafting)> = (0..=MAX_DRAFTS)
-        .map(|wrong| (format!("wrong at {wrong}"), scripted(&all, move |i, id| if i == wrong { (id + 1) % 512 } else { id })))
+        .map(|wrong| {
+            (format!("wrong at {wrong}"), scripted(&all, move |i, id| if i == wrong { (id + 1) % 512 } else { id }))
+        })
         .chain([("alternating".to_string(), scripted(&all, |i, id| id ^ (i as u32 % 2)))])
         .chain(SOURCES.map(|by| (format!("{by:?}"), drafting(by, Some(5)))))
         .collect();
@@ -712,7 +760,8 @@ fn same_kv(what: &str, a: &Reference, b: &Reference, owner: Owner, rows: usize) 
     let layers = if owner == Owner::Target { 4 } else { 1 };
     for (layer, head) in (0..layers).flat_map(|layer| [(layer, 0), (layer, 1)]) {
         let ((ka, va), (kb, vb)) = (a.kv(owner, layer, head, rows), b.kv(owner, layer, head, rows));
-        let differs = ka.iter().zip(kb).chain(va.iter().zip(vb)).position(|(a, b)| a.to_bits() != b.to_bits() || !a.is_finite());
+        let differs =
+            ka.iter().zip(kb).chain(va.iter().zip(vb)).position(|(a, b)| a.to_bits() != b.to_bits() || !a.is_finite());
         assert_eq!(differs, None, "{what}: KV of the {owner:?}, layer {layer}, head {head}, {rows} rows");
     }
     let first = a.kv(owner, 0, 0, 2).0;
@@ -728,7 +777,12 @@ fn o16_the_last_rounds_draft_fewer() {
         let plain = generate(&mut t0.engine(Drafting::default()), &prompt, &sampling, &[], None);
         assert_eq!((plain.tokens.len(), plain.finish), (6, Finish::Context));
         let all = [&prompt[..], &plain.tokens].concat();
-        let drafts = [drafting(By::Eagle, Some(7)), drafting(By::Ngram, Some(7)), drafting(By::Both, Some(7)), scripted(&all, |_, id| id)];
+        let drafts = [
+            drafting(By::Eagle, Some(7)),
+            drafting(By::Ngram, Some(7)),
+            drafting(By::Both, Some(7)),
+            scripted(&all, |_, id| id),
+        ];
         for drafting in drafts {
             let mut engine = t0.engine(drafting);
             let answer = generate(&mut engine, &prompt, &sampling, &[], None);
@@ -752,12 +806,16 @@ fn o17_a_drafter_that_never_hits_is_noticed_once() {
     };
     let mut d0 = D0::new();
     let shown = print(&d0);
-    assert!(shown.contains("enter layers [1, 2, 3]") && shown.contains("[0, 1, 2]") && !shown.contains("guess"), "{shown}");
+    assert!(
+        shown.contains("enter layers [1, 2, 3]") && shown.contains("[0, 1, 2]") && !shown.contains("guess"),
+        "{shown}"
+    );
     d0.config.shift_remove("eagle_config");
     let shown = print(&d0);
     assert!(shown.contains("enter layers [1, 2, 3]") && shown.contains("a guess"), "{shown}");
 
-    let expected = generate(&mut t0.engine(Drafting::default()), &prompt(20), &Sampling::default(), &[], Some(150)).tokens;
+    let expected =
+        generate(&mut t0.engine(Drafting::default()), &prompt(20), &Sampling::default(), &[], Some(150)).tokens;
     let mut engine = t0.engine(drafting(By::Eagle, Some(2)));
     let mut warnings = Vec::new();
     for max_tokens in [30, 150, 150] {
@@ -769,7 +827,10 @@ fn o17_a_drafter_that_never_hits_is_noticed_once() {
     assert!(s.accepted.iter().sum::<u64>() * 20 < s.eagle_cycles, "this drafter is meant to be useless: {s:?}");
     assert_eq!((&warnings[0], &warnings[2]), (&None, &None), "not before 64 rounds, and once");
     let warning = warnings[1].as_ref().expect("a warning after 64 rounds");
-    assert!(["accept length 1.0", "layers", "another model", "template"].iter().all(|cause| warning.contains(cause)), "{warning}");
+    assert!(
+        ["accept length 1.0", "layers", "another model", "template"].iter().all(|cause| warning.contains(cause)),
+        "{warning}"
+    );
     // With the policy, which soon drafts now and then only, it takes longer.
     let mut engine = t0.engine(drafting(By::Eagle, None));
     let mut warned = 0;
@@ -782,15 +843,18 @@ fn o17_a_drafter_that_never_hits_is_noticed_once() {
     assert!(serde_json::to_string(s).unwrap().contains("\"accepted\":["));
 }
 
-/// On the command line: the layers are printed, one warning with likely causes, acceptance by position in JSON, the right text. The drafter's fc is
-/// random, as are its other weights.
+/// On the command line: the layers are printed, one warning with likely causes, acceptance by position in JSON, the
+/// right text. The drafter's fc is random, as are its other weights.
 #[test]
 fn o17_the_warning_is_printed_once() {
     let t0 = Tiny::new();
     let d0 = t0.target().with_file_name("d0");
     let ask = |draft: &str| {
-        let requests = "{\"messages\": [{\"role\": \"user\", \"content\": \"hi\"}], \"max_tokens\": 120, \"ignore_eos\": true}\n".repeat(3);
-        binary::on(t0.target(), "chat", &["--json", "-v", "--draft", draft, "--draft-tokens", "2"], requests.as_bytes()).expect(0)
+        let requests =
+            "{\"messages\": [{\"role\": \"user\", \"content\": \"hi\"}], \"max_tokens\": 120, \"ignore_eos\": true}\n"
+                .repeat(3);
+        binary::on(t0.target(), "chat", &["--json", "-v", "--draft", draft, "--draft-tokens", "2"], requests.as_bytes())
+            .expect(0)
     };
     let (plain, drafted) = (ask("none"), ask(d0.to_str().unwrap()));
     let texts = |done: &binary::Done| -> Vec<String> {
@@ -800,10 +864,22 @@ fn o17_the_warning_is_printed_once() {
     let err = &drafted.err;
     assert_eq!(err.matches("warning: ").count(), 1, "{err}");
     let warning = err.lines().find(|line| line.starts_with("warning: ")).unwrap();
-    assert!(["accept length 1.0", "layers [1, 2, 3]", "template"].iter().all(|words| warning.contains(words)), "{warning}");
+    assert!(
+        ["accept length 1.0", "layers [1, 2, 3]", "template"].iter().all(|words| warning.contains(words)),
+        "{warning}"
+    );
     let last = drafted.json().pop().unwrap();
-    assert_eq!((last["speculation"]["tried"].as_array().unwrap().len(), last["speculation"]["accepted"].as_array().unwrap().len()), (7, 7));
-    assert!(last["speculation"]["tried"][0].as_u64().unwrap() > 100 && last["accept_length"].as_f64().unwrap() < 1.05, "{last}");
+    assert_eq!(
+        (
+            last["speculation"]["tried"].as_array().unwrap().len(),
+            last["speculation"]["accepted"].as_array().unwrap().len()
+        ),
+        (7, 7)
+    );
+    assert!(
+        last["speculation"]["tried"][0].as_u64().unwrap() > 100 && last["accept_length"].as_f64().unwrap() < 1.05,
+        "{last}"
+    );
 }
 
 #[test]
@@ -872,7 +948,10 @@ fn o18_wrong_drafters_are_refused() {
     });
     refused(&["drafter 3 tokens, target 512, key tokenizer.json"], &|_, dir| {
         let added = [serde_json::json!({"id": 2, "content": "<s>"}), serde_json::json!({"id": 0, "content": "a"})];
-        support::write_json(&dir.join("tokenizer.json"), &serde_json::json!({"added_tokens": added, "model": {"vocab": {"a": 0, "b": 1}}}));
+        support::write_json(
+            &dir.join("tokenizer.json"),
+            &serde_json::json!({"added_tokens": added, "model": {"vocab": {"a": 0, "b": 1}}}),
+        );
     });
     refused(&["drafter EAGLE-1 (fc [64, 128], no hidden_norm), target EAGLE-3"], &|d0, _| {
         d0.remove("midlayer.hidden_norm.weight").remove("midlayer.input_layernorm.weight").remove("norm.weight");
@@ -881,9 +960,12 @@ fn o18_wrong_drafters_are_refused() {
     refused(&["drafter none for 128 ids of 64, target 512 ids of 64, key lm_head.weight"], &|d0, _| {
         d0.remove("lm_head.weight");
     });
-    refused(&["model_type: expected \"kimi_k2\" or \"deepseek_v3\" as attention is latent, found \"llama\""], &|d0, _| {
-        d0.set("kv_lora_rank", 512);
-    });
+    refused(
+        &["model_type: expected \"kimi_k2\" or \"deepseek_v3\" as attention is latent, found \"llama\""],
+        &|d0, _| {
+            d0.set("kv_lora_rank", 512);
+        },
+    );
     refused(&["n_routed_experts: expected none, or first_k_dense_replace = 1, found 8"], &|d0, _| {
         *d0 = latent_drafter(&Config::parse(&T0::new().config_json().to_string(), None).unwrap());
         d0.set("n_routed_experts", 8);
@@ -924,7 +1006,8 @@ fn o18_wrong_drafters_are_refused() {
     assert!(zero.weights.notes[0].contains("ids 0 to 127 only"));
 }
 
-/// Damage to what the drafter is fed leaves the text unchanged and lowers acceptance: the tests of the drafter can fail.
+/// Damage to what the drafter is fed leaves the text unchanged and lowers acceptance: the tests of the drafter can
+/// fail.
 #[test]
 fn damage_lowers_acceptance_and_leaves_the_text() {
     let Some(dir) = smollm2() else { return };
@@ -943,7 +1026,9 @@ fn damage_lowers_acceptance_and_leaves_the_text() {
     let layers = accepted(None, &|d| d.shape.taps = vec![5, 10, 20]);
     let stale = accepted(Some(Damage::StaleExtend), &|_| {});
     let pairing = accepted(Some(Damage::Pairing), &|_| {});
-    eprintln!("accept length {good:.3}; with wrong layers {layers:.3}, stale rows {stale:.3}, wrong pairing {pairing:.3}");
+    eprintln!(
+        "accept length {good:.3}; with wrong layers {layers:.3}, stale rows {stale:.3}, wrong pairing {pairing:.3}"
+    );
     // The CPU's bits are fixed, so these are too: 1.842, 1.320, 1.790 and 1.153 in 256 tokens.
     assert!(good > 1.8 && layers < 0.8 * good && stale < 0.98 * good && pairing < 0.7 * good);
 }
@@ -993,8 +1078,13 @@ fn the_drafter_beside_a_model_is_used_and_changes_no_text() {
     let (t0_dir, d0) = (t0.target(), t0.target().with_file_name("d0"));
     let d0 = d0.to_str().unwrap();
     let summary = |args: &[&str]| {
-        let done =
-            binary::on(t0_dir, "run", &[args, &["-n", "40", "-t", "4", "--seed", "3", "--json", "-v", "hi"]].concat(), b"").expect(0);
+        let done = binary::on(
+            t0_dir,
+            "run",
+            &[args, &["-n", "40", "-t", "4", "--seed", "3", "--json", "-v", "hi"]].concat(),
+            b"",
+        )
+        .expect(0);
         let mut summary = done.json().pop().unwrap();
         let speculation = summary.as_object_mut().unwrap().remove("speculation").unwrap_or_default();
         (summary["text"].clone(), speculation, done.err)
@@ -1014,29 +1104,44 @@ fn the_drafter_beside_a_model_is_used_and_changes_no_text() {
     assert!(text == plain && speculation["eagle_cycles"].as_u64().unwrap() > 0 && err.contains("t0-eagle3"), "{err}");
     assert!(summary(&["--draft", "none"]).1.is_null());
 
-    binary::on(t0_dir, "run", &["--draft", "nowhere", "hi"], b"").expect_error(2, &["nowhere", "expected a drafter's config.json"]);
-    binary::on(t0_dir, "run", &["--draft-tokens", "8", "hi"], b"").expect_error(2, &["expected auto or a number from 1 to 7"]);
+    binary::on(t0_dir, "run", &["--draft", "nowhere", "hi"], b"")
+        .expect_error(2, &["nowhere", "expected a drafter's config.json"]);
+    binary::on(t0_dir, "run", &["--draft-tokens", "8", "hi"], b"")
+        .expect_error(2, &["expected auto or a number from 1 to 7"]);
     binary::on(t0_dir, "run", &["--draft", "a,b", "hi"], b"").expect_error(2, &["expected one drafter"]);
     let done = binary::on(t0_dir, "chat", &["-n", "20"], b"hello\n/stats\n").expect(0);
     assert!(done.err.contains("drafts: accept length") && done.err.contains("replays: "), "{}", done.err);
 
     let prompts = t0.0.path().join("prompts.jsonl");
-    std::fs::write(&prompts, "{\"id\": 1, \"turns\": [\"abc\"]}\n{\"id\": 2, \"turns\": [\"the other\", \"b\"]}\n").unwrap();
+    std::fs::write(&prompts, "{\"id\": 1, \"turns\": [\"abc\"]}\n{\"id\": 2, \"turns\": [\"the other\", \"b\"]}\n")
+        .unwrap();
     let prompts = prompts.to_str().unwrap();
     let mut rows = binary::on(t0_dir, "bench", &["--prompts", prompts, "-g", "30", "--json"], b"").expect(0).json();
     let (cycle, row) = (rows.pop().unwrap(), rows.pop().unwrap());
     assert_eq!(cycle["break_even_accept_length"].as_array().unwrap().len(), 7);
     assert!(row["host_cpu_us_per_cycle"].as_f64().unwrap() > 0.0);
-    assert!(row["plain_tokens_per_s"].as_f64().unwrap() > 0.0 && row["speculative_tokens_per_s"].as_f64().unwrap() > 0.0);
+    assert!(
+        row["plain_tokens_per_s"].as_f64().unwrap() > 0.0 && row["speculative_tokens_per_s"].as_f64().unwrap() > 0.0
+    );
     let table = binary::on(t0_dir, "bench", &["--prompts", prompts, "-g", "30"], b"").expect(0);
     assert!(
-        ["prompts.jsonl", "plain tok/s", "spec. tok/s", "ratio", "; host ", "break-even", "draft pass of", "verify of 1 to 8 rows"]
-            .iter()
-            .all(|word| table.text().contains(word)),
+        [
+            "prompts.jsonl",
+            "plain tok/s",
+            "spec. tok/s",
+            "ratio",
+            "; host ",
+            "break-even",
+            "draft pass of",
+            "verify of 1 to 8 rows"
+        ]
+        .iter()
+        .all(|word| table.text().contains(word)),
         "{}",
         table.text()
     );
-    binary::on(t0_dir, "bench", &["--prompts", prompts, "--draft", "none"], b"").expect_error(2, &["expected drafts, found none"]);
+    binary::on(t0_dir, "bench", &["--prompts", prompts, "--draft", "none"], b"")
+        .expect_error(2, &["expected drafts, found none"]);
 }
 
 // ---- helpers
@@ -1098,7 +1203,13 @@ fn prompt(n: usize) -> Vec<u32> {
 }
 
 /// An answer from an empty cache.
-fn generate(engine: &mut Engine, prompt: &[u32], sampling: &Sampling, end_ids: &[u32], max_tokens: Option<usize>) -> Answer {
+fn generate(
+    engine: &mut Engine,
+    prompt: &[u32],
+    sampling: &Sampling,
+    end_ids: &[u32],
+    max_tokens: Option<usize>,
+) -> Answer {
     engine.clear();
     engine.generate(&Request { prompt, sampling, end_ids, max_tokens }, &mut |_| Flow::Go).unwrap()
 }

@@ -1,5 +1,5 @@
-//! The text stack against HF's own answers (tests/data/text, made by scripts/make_text_goldens.py) and against the user cases about
-//! first tokens, split characters and stop strings, which run on a small byte-level tokenizer made here.
+//! The text stack against HF's own answers (tests/data/text, made by scripts/make_text_goldens.py) and against the user
+//! cases about first tokens, split characters and stop strings, which run on a small byte-level tokenizer made here.
 
 use proptest::prelude::*;
 use serde::Deserialize;
@@ -95,16 +95,25 @@ fn unpacked(path: &Path) -> Vec<u8> {
 
 /// Qwen3's ranks in the format of tiktoken: scripts/make_kimi_goldens.py has the same.
 fn tiktoken_model() -> String {
-    let json: Value =
-        serde_json::from_slice(&unpacked(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/text/qwen3/tokenizer.json.gz"))).unwrap();
+    let json: Value = serde_json::from_slice(&unpacked(
+        &Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/text/qwen3/tokenizer.json.gz"),
+    ))
+    .unwrap();
     let printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let mut others = '\u{100}'..;
-    let bytes: BTreeMap<char, u8> =
-        (0..=255u8).map(|byte| if printable(byte) { (char::from(byte), byte) } else { (others.next().unwrap(), byte) }).collect();
-    let mut tokens: Vec<(u64, String)> =
-        json["model"]["vocab"].as_object().unwrap().iter().map(|(token, id)| (id.as_u64().unwrap(), token.clone())).collect();
+    let bytes: BTreeMap<char, u8> = (0..=255u8)
+        .map(|byte| if printable(byte) { (char::from(byte), byte) } else { (others.next().unwrap(), byte) })
+        .collect();
+    let mut tokens: Vec<(u64, String)> = json["model"]["vocab"]
+        .as_object()
+        .unwrap()
+        .iter()
+        .map(|(token, id)| (id.as_u64().unwrap(), token.clone()))
+        .collect();
     tokens.sort();
-    let line = |(rank, token): &(u64, String)| format!("{} {rank}\n", base64(&token.chars().map(|c| bytes[&c]).collect::<Vec<u8>>()));
+    let line = |(rank, token): &(u64, String)| {
+        format!("{} {rank}\n", base64(&token.chars().map(|c| bytes[&c]).collect::<Vec<u8>>()))
+    };
     tokens.iter().map(line).collect()
 }
 
@@ -113,12 +122,15 @@ fn base64(bytes: &[u8]) -> String {
     let mut text = String::new();
     for three in bytes.chunks(3) {
         let bits = three.iter().fold(0u32, |bits, byte| bits << 8 | u32::from(*byte)) << (8 * (3 - three.len()));
-        (0..4).for_each(|i| text.push(if i <= three.len() { char::from(DIGITS[(bits >> (18 - 6 * i) & 63) as usize]) } else { '=' }));
+        (0..4).for_each(|i| {
+            text.push(if i <= three.len() { char::from(DIGITS[(bits >> (18 - 6 * i) & 63) as usize]) } else { '=' })
+        });
     }
     text
 }
 
-/// The first line of a tiktoken.model of bytes alone that `change` has altered, as an error of opening it; none if it opens.
+/// The first line of a tiktoken.model of bytes alone that `change` has altered, as an error of opening it; none if it
+/// opens.
 fn tiktoken_error(change: impl Fn(&mut Vec<String>, &mut Value)) -> Option<String> {
     let dir = TempDir::new().unwrap();
     let mut lines: Vec<String> = (0..=255u8).map(|byte| format!("{} {byte}", base64(&[byte]))).collect();
@@ -142,7 +154,10 @@ fn a_damaged_tiktoken_file_is_refused() {
         (|lines, _| lines.push("Y!I= 256".into()), "expected a token in base64"),
         (|_, config| config["auto_map"] = Value::Null, "expected tokenization_kimi"),
         (
-            |_, config| config["added_tokens_decoder"] = json!({"256": {"content": "[X]", "special": true}, "257": {"content": "[X]"}}),
+            |_, config| {
+                config["added_tokens_decoder"] =
+                    json!({"256": {"content": "[X]", "special": true}, "257": {"content": "[X]"}})
+            },
             "different names",
         ),
     ];
@@ -186,7 +201,12 @@ fn strings_encode_and_decode_as_in_hf() {
                 "{folder}: raw {:?}",
                 case.text
             );
-            assert_eq!(&tokenizer.decode(&case.ids, false), case.decoded.as_ref().unwrap_or(&case.text), "{folder}: {:?}", case.ids);
+            assert_eq!(
+                &tokenizer.decode(&case.ids, false),
+                case.decoded.as_ref().unwrap_or(&case.text),
+                "{folder}: {:?}",
+                case.ids
+            );
         }
         for case in &goldens.decode {
             assert_eq!(tokenizer.decode(&case.ids, false), case.text, "{folder}: {:?}", case.ids);
@@ -228,12 +248,15 @@ fn control_tokens_in_messages_stay_text() {
             let ids = tokenizer.encode_chat(std::slice::from_ref(message), &ChatOptions::default()).unwrap_or_default();
             ids.iter().filter(|id| tokenizer.is_special(**id)).count()
         };
-        assert!(n_control(&no_role) <= n_control(&Message::new("user", "x")), "{folder}: a role is no place for control tokens either");
+        assert!(
+            n_control(&no_role) <= n_control(&Message::new("user", "x")),
+            "{folder}: a role is no place for control tokens either"
+        );
     }
 }
 
-/// Marks that are not special but that the template writes count as control tokens in what users and tools say, not in what the
-/// operator (system) or the model (assistant) says.
+/// Marks that are not special but that the template writes count as control tokens in what users and tools say, not in
+/// what the operator (system) or the model (assistant) says.
 #[test]
 fn template_marks_by_role() {
     let Golden { tokenizer, .. } = golden("qwen3");
@@ -264,7 +287,10 @@ fn what_is_special() {
 fn a_template_can_refuse() {
     let Golden { tokenizer, .. } = golden("pieces");
     for (messages, want) in [
-        (vec![Message::new("assistant", "hi")], "refuses these messages: user and assistant must take turns, found assistant"),
+        (
+            vec![Message::new("assistant", "hi")],
+            "refuses these messages: user and assistant must take turns, found assistant",
+        ),
         (vec![Message::new("user", "hi"), Message::new("system", "s")], "a system message must come first"),
     ] {
         let error = format!("{:#}", tokenizer.encode_chat(&messages, &ChatOptions::default()).unwrap_err());
@@ -274,8 +300,15 @@ fn a_template_can_refuse() {
 
 // ---------------------------------------------------------------- streaming
 
-/// Everything that is shown of `ids` pushed in blocks of these sizes (repeated), and the stop with its token's index in `ids`.
-fn stream(tokenizer: &Tokenizer, ids: &[u32], blocks: &[usize], stops: &[&str], show_special: bool) -> (String, Option<(usize, usize)>) {
+/// Everything that is shown of `ids` pushed in blocks of these sizes (repeated), and the stop with its token's index in
+/// `ids`.
+fn stream(
+    tokenizer: &Tokenizer,
+    ids: &[u32],
+    blocks: &[usize],
+    stops: &[&str],
+    show_special: bool,
+) -> (String, Option<(usize, usize)>) {
     let stops: Vec<String> = stops.iter().map(|s| s.to_string()).collect();
     let mut stream = TextStream::new(tokenizer, &stops, show_special).unwrap();
     let (mut text, mut hit, mut start) = (String::new(), None, 0);
@@ -339,7 +372,8 @@ const CONTROL: [&str; 6] = ["<bos>", "<eos>", "<|user|>", "<|model|>", "[gMASK]"
 
 /// Ids 0..256 are the bytes, 256.. some merged tokens, then the control tokens.
 fn small_json(post_processor: Value) -> Value {
-    let mut vocab: BTreeMap<String, usize> = BYTE_TOKENS.iter().enumerate().map(|(id, token)| (token.clone(), id)).collect();
+    let mut vocab: BTreeMap<String, usize> =
+        BYTE_TOKENS.iter().enumerate().map(|(id, token)| (token.clone(), id)).collect();
     let merges = ["h e", "l l", "he ll", "hell o", "Ġ w", "E N"];
     for merge in merges {
         vocab.insert(merge.replace(' ', ""), vocab.len());
@@ -372,7 +406,10 @@ fn folder_of(files: &[(&str, String)]) -> TempDir {
 }
 
 fn small_with(post_processor: Value, config: Value) -> Tokenizer {
-    let dir = folder_of(&[("tokenizer.json", small_json(post_processor).to_string()), ("tokenizer_config.json", config.to_string())]);
+    let dir = folder_of(&[
+        ("tokenizer.json", small_json(post_processor).to_string()),
+        ("tokenizer_config.json", config.to_string()),
+    ]);
     Tokenizer::open(dir.path()).unwrap()
 }
 
@@ -387,7 +424,8 @@ const TURN: &str = "<|user|>{{ messages[0].content }}<|model|>";
 fn first_tokens() {
     let [bos, eos, user, model, gmask, sop] = [262, 263, 264, 265, 266, 267];
     let hello = 259;
-    let config = |template: String| json!({"bos_token": "<bos>", "eos_token": {"content": "<eos>"}, "chat_template": template});
+    let config =
+        |template: String| json!({"bos_token": "<bos>", "eos_token": {"content": "<eos>"}, "chat_template": template});
     let with = |mut config: Value, key: &str, value: Value| {
         config[key] = value;
         config
@@ -409,8 +447,20 @@ fn first_tokens() {
             vec![gmask, sop, user, hello, model],
             vec![hello],
         ),
-        ("config adds", Value::Null, with(config(TURN.into()), "add_bos_token", true.into()), vec![user, hello, model], vec![bos, hello]),
-        ("config overrules", adds_bos(), with(config(TURN.into()), "add_bos_token", false.into()), vec![user, hello, model], vec![hello]),
+        (
+            "config adds",
+            Value::Null,
+            with(config(TURN.into()), "add_bos_token", true.into()),
+            vec![user, hello, model],
+            vec![bos, hello],
+        ),
+        (
+            "config overrules",
+            adds_bos(),
+            with(config(TURN.into()), "add_bos_token", false.into()),
+            vec![user, hello, model],
+            vec![hello],
+        ),
         (
             "config adds an end",
             adds_bos(),
@@ -467,7 +517,11 @@ fn stop_strings() {
     let tokenizer = small();
     let check = |ids: &[u32], stops: &[&str], text: &str, stop: Option<(usize, usize)>| {
         for block in 1..=ids.len() {
-            assert_eq!(stream(&tokenizer, ids, &[block], stops, false), (text.to_string(), stop), "stops {stops:?}, block {block}");
+            assert_eq!(
+                stream(&tokenizer, ids, &[block], stops, false),
+                (text.to_string(), stop),
+                "stops {stops:?}, block {block}"
+            );
         }
     };
     let ids = [259, 260, u32::from(b'o'), 261, u32::from(b'D'), u32::from(b'!'), 263]; // hello, ␣w, o, EN, D, !, EOS
@@ -509,7 +563,8 @@ fn a_first_space_is_dropped_once() {
 fn templates_are_found_where_they_are_kept() {
     let tokenizer_json = || ("tokenizer.json", small_json(Value::Null).to_string());
     let named = |names: &[&str]| -> String {
-        let list: Vec<Value> = names.iter().map(|name| json!({"name": name, "template": format!("<|user|>{name}")})).collect();
+        let list: Vec<Value> =
+            names.iter().map(|name| json!({"name": name, "template": format!("<|user|>{name}")})).collect();
         json!({"chat_template": list}).to_string()
     };
     let render = |files: &[(&str, String)]| -> Result<String, String> {
@@ -520,7 +575,10 @@ fn templates_are_found_where_they_are_kept() {
     let list = || ("tokenizer_config.json", named(&["tool_use", "default"]));
     assert_eq!(render(&[tokenizer_json(), list()]).unwrap(), "<|user|>default");
     assert_eq!(render(&[tokenizer_json(), ("chat_template.jinja", "file".into()), list()]).unwrap(), "file");
-    assert_eq!(render(&[tokenizer_json(), ("chat_template.json", json!({"chat_template": "json"}).to_string())]).unwrap(), "json");
+    assert_eq!(
+        render(&[tokenizer_json(), ("chat_template.json", json!({"chat_template": "json"}).to_string())]).unwrap(),
+        "json"
+    );
     let map = ("special_tokens_map.json", json!({"eos_token": "<eos>"}).to_string());
     assert_eq!(render(&[tokenizer_json(), map, ("chat_template.jinja", "{{ eos_token }}".into())]).unwrap(), "<eos>");
     let error = render(&[tokenizer_json()]).unwrap_err();
@@ -537,13 +595,17 @@ fn broken_files_are_named() {
         json["decoder"] = decoder;
         json.to_string()
     };
-    let config = |config: Value| vec![("tokenizer.json", good.to_string()), ("tokenizer_config.json", config.to_string())];
+    let config =
+        |config: Value| vec![("tokenizer.json", good.to_string()), ("tokenizer_config.json", config.to_string())];
     let cases: Vec<(Vec<(&str, String)>, &str)> = vec![
         (vec![], "tokenizer.json: no such file"),
         (vec![("tokenizer.json", "{\"version\"".into())], "tokenizer.json: no valid tokenizer"),
         (vec![("tokenizer.json", "{}".into())], "tokenizer.json: no valid tokenizer"),
         (vec![("tokenizer.json", without_decoder(Value::Null))], "decoder: expected ByteLevel"),
-        (vec![("tokenizer.json", without_decoder(json!({"type": "WordPiece", "prefix": "##", "cleanup": true})))], "WordPiece"),
+        (
+            vec![("tokenizer.json", without_decoder(json!({"type": "WordPiece", "prefix": "##", "cleanup": true})))],
+            "WordPiece",
+        ),
         (
             vec![("tokenizer.json", good.to_string()), ("tokenizer_config.json", "[1]".into())],
             "tokenizer_config.json: expected a JSON object",
@@ -552,13 +614,19 @@ fn broken_files_are_named() {
         (config(json!({"add_bos_token": "yes"})), "add_bos_token: expected true or false, found \"yes\""),
         (config(json!({"chat_template": 1})), "chat_template: expected a text"),
         (config(json!({"chat_template": "a\n{% if %}"})), "chat template:2"),
-        (config(json!({"added_tokens_decoder": {"5": {"content": "<eos>"}}})), "\"<eos>\" has id 5 in tokenizer_config.json but 263"),
+        (
+            config(json!({"added_tokens_decoder": {"5": {"content": "<eos>"}}})),
+            "\"<eos>\" has id 5 in tokenizer_config.json but 263",
+        ),
         (config(json!({"added_tokens_decoder": {"x": {"content": "<eos>"}}})), "added_tokens_decoder: expected an id"),
     ];
     for (files, want) in cases {
         let dir = folder_of(&files);
         let error = format!("{:#}", Tokenizer::open(dir.path()).err().unwrap_or_else(|| panic!("{want}: opened")));
-        assert!(error.contains(want) && error.contains(&dir.path().display().to_string()) && !error.contains('\n'), "{want}: {error}");
+        assert!(
+            error.contains(want) && error.contains(&dir.path().display().to_string()) && !error.contains('\n'),
+            "{want}: {error}"
+        );
     }
 }
 

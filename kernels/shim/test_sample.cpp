@@ -1,5 +1,6 @@
-// Tests sample.cu against a scalar reference written from the rules (sort, cut, Gumbel noise in f64; one token after the other, as decoding without
-// drafts would go), and sample.cuh's numbers against f64 and published Philox vectors. What every pass must leave behind is checked in `pass`.
+// Tests sample.cu against a scalar reference written from the rules (sort, cut, Gumbel noise in f64; one token after
+// the other, as decoding without drafts would go), and sample.cuh's numbers against f64 and published Philox vectors.
+// What every pass must leave behind is checked in `pass`.
 #include "../sample.cu"
 #include "test.h"
 #include <limits>
@@ -7,11 +8,20 @@
 
 static const float kInf = std::numeric_limits<float>::infinity();
 static uint64_t state_of_chance = 1;
-static uint32_t chance() { state_of_chance = state_of_chance * 6364136223846793005ull + 1442695040888963407ull; return state_of_chance >> 33; }
+static uint32_t chance() {
+  state_of_chance = state_of_chance * 6364136223846793005ull + 1442695040888963407ull;
+  return state_of_chance >> 33;
+}
 
 static SamplingParams plain_options() {
   SamplingParams o{};
-  o.seed = 0x1234567890abcdefull; o.top_p = 1ull << 32; o.temperature = 1; o.min_z = -kInf; o.repetition_penalty = 1; o.max_tokens = 1 << 20; o.context = 1 << 20;
+  o.seed = 0x1234567890abcdefull;
+  o.top_p = 1ull << 32;
+  o.temperature = 1;
+  o.min_z = -kInf;
+  o.repetition_penalty = 1;
+  o.max_tokens = 1 << 20;
+  o.context = 1 << 20;
   return o;
 }
 static uint64_t fixed_p(double p) { return (uint64_t)std::nearbyint(p * 4294967296.0); }
@@ -22,9 +32,11 @@ static void ref_philox(const uint32_t in[4], uint64_t key, uint32_t out[4]) {
   std::memcpy(c, in, 16);
   for (int r = 0; r < 10; r++) {
     const uint64_t a = 0xD2511F53ull * c[0], b = 0xCD9E8D57ull * c[2];
-    const uint32_t n[4] = {(uint32_t)(b >> 32) ^ c[1] ^ k[0], (uint32_t)b, (uint32_t)(a >> 32) ^ c[3] ^ k[1], (uint32_t)a};
+    const uint32_t n[4] = {(uint32_t)(b >> 32) ^ c[1] ^ k[0], (uint32_t)b, (uint32_t)(a >> 32) ^ c[3] ^ k[1],
+                           (uint32_t)a};
     std::memcpy(c, n, 16);
-    k[0] += 0x9E3779B9u; k[1] += 0xBB67AE85u;
+    k[0] += 0x9E3779B9u;
+    k[1] += 0xBB67AE85u;
   }
   std::memcpy(out, c, 16);
 }
@@ -35,36 +47,52 @@ static double ref_noise(uint64_t seed, int position, int id) {
   ref_philox(in, seed, out);
   return ref_noise(out[id % 4]);
 }
-// Chooses from logits, given how often each id was said and whether the prompt has it; -1 when there is nothing to choose. NaN is never chosen.
-static int ref_choose(std::vector<float> l, const SamplingParams& o, const std::vector<uint32_t>& counts, const std::vector<float>& bias, int n_output, int position) {
+// Chooses from logits, given how often each id was said and whether the prompt has it; -1 when there is nothing to
+// choose. NaN is never chosen.
+static int ref_choose(std::vector<float> l, const SamplingParams& o, const std::vector<uint32_t>& counts,
+                      const std::vector<float>& bias, int n_output, int position) {
   const int vocab = (int)l.size();
-  const bool adjusted = o.repetition_penalty != 1 || o.presence_penalty != 0 || o.frequency_penalty != 0 || o.has_bias || o.min_tokens > 0;
+  const bool adjusted = o.repetition_penalty != 1 || o.presence_penalty != 0 || o.frequency_penalty != 0 ||
+                        o.has_bias || o.min_tokens > 0;
   bool bad = false;
   for (int id = 0; id < vocab; id++) {
     const uint32_t said = counts[id] & 0x7fffffff;
     if (counts[id]) l[id] = l[id] > 0 ? l[id] / o.repetition_penalty : l[id] * o.repetition_penalty;
-    if (said) { l[id] -= o.presence_penalty; const float f = (float)said * o.frequency_penalty; l[id] -= f; }
+    if (said) {
+      l[id] -= o.presence_penalty;
+      const float f = (float)said * o.frequency_penalty;
+      l[id] -= f;
+    }
     if (o.has_bias) l[id] += bias[id];
-    if (n_output < o.min_tokens) for (int e = 0; e < o.n_eos; e++) if (o.eos[e] == id) l[id] = -kInf;
+    if (n_output < o.min_tokens)
+      for (int e = 0; e < o.n_eos; e++)
+        if (o.eos[e] == id) l[id] = -kInf;
     bad |= adjusted ? !(l[id] < kInf) : l[id] == kInf;
     if (l[id] != l[id]) l[id] = -kInf;
   }
   if (bad) return -1;
-  const int best = (int)(std::max_element(l.begin(), l.end()) - l.begin());   // the first of equals
+  const int best = (int)(std::max_element(l.begin(), l.end()) - l.begin());  // the first of equals
   if (l[best] == -kInf) return -1;
   if (o.temperature == 0) return best;
   std::vector<float> z(vocab);
   std::vector<int> order(vocab);
-  for (int id = 0; id < vocab; id++) { const float d = l[id] - l[best]; z[id] = d / o.temperature; order[id] = id; }
+  for (int id = 0; id < vocab; id++) {
+    const float d = l[id] - l[best];
+    z[id] = d / o.temperature;
+    order[id] = id;
+  }
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return z[a] > z[b]; });
   size_t keep = vocab;
   if (o.top_k > 0) keep = std::min<size_t>(keep, o.top_k);
   if (o.top_p < 1ull << 32) {
     unsigned __int128 all = 0, sum = 0;
-    const auto mass = [&](size_t i) { return (unsigned __int128)std::llrint(std::exp((double)z[order[i]]) * 1099511627776.0); };
+    const auto mass = [&](size_t i) {
+      return (unsigned __int128)std::llrint(std::exp((double)z[order[i]]) * 1099511627776.0);
+    };
     for (size_t i = 0; i < keep; i++) all += mass(i);
     size_t n = 0;
-    do sum += mass(n++); while (n < keep && sum << 32 < all * o.top_p);
+    do sum += mass(n++);
+    while (n < keep && sum << 32 < all * o.top_p);
     keep = n;
   }
   int chosen = -1;
@@ -73,7 +101,10 @@ static int ref_choose(std::vector<float> l, const SamplingParams& o, const std::
     const int id = order[i];
     if (i > 0 && z[id] < o.min_z) continue;
     const double s = z[id] + ref_noise(o.seed, position, id);
-    if (chosen < 0 || s > top || (s == top && id < chosen)) { chosen = id; top = s; }
+    if (chosen < 0 || s > top || (s == top && id < chosen)) {
+      chosen = id;
+      top = s;
+    }
   }
   return chosen;
 }
@@ -89,12 +120,25 @@ struct Sequence {
   std::vector<unsigned long long> list, ring;
   std::vector<SampleScratch> scratch{1};
   Sequence(int vocab_, int extra_blocks_ = 0, int stride_ = 0)
-      : vocab(vocab_), stride(stride_ ? stride_ : vocab_), blocks((vocab_ + SAMPLE_SLICE - 1) / SAMPLE_SLICE + extra_blocks_), extra_blocks(extra_blocks_), counts(vocab_), bias(vocab_), history(256),
-        list(poisoned<unsigned long long>((size_t)16 * vocab_)), ring(RECORDS * RECORD_WORDS) {
+      : vocab(vocab_),
+        stride(stride_ ? stride_ : vocab_),
+        blocks((vocab_ + SAMPLE_SLICE - 1) / SAMPLE_SLICE + extra_blocks_),
+        extra_blocks(extra_blocks_),
+        counts(vocab_),
+        bias(vocab_),
+        history(256),
+        list(poisoned<unsigned long long>((size_t)16 * vocab_)),
+        ring(RECORDS * RECORD_WORDS) {
     std::memset((void*)scratch.data(), 0, sizeof(SampleScratch));
     std::memset((void*)scratch[0].cut, 0xff, sizeof scratch[0].cut);
-    s.length = 20; s.history_length = 21; s.n_output = 1; s.rows = 1;
-    for (int i = 0; i < 21; i++) { history[i] = chance() % vocab; counts[history[i]] |= 0x80000000u; }
+    s.length = 20;
+    s.history_length = 21;
+    s.n_output = 1;
+    s.rows = 1;
+    for (int i = 0; i < 21; i++) {
+      history[i] = chance() % vocab;
+      counts[history[i]] |= 0x80000000u;
+    }
     s.root = history[20];
     counts[s.root] = 1;
   }
@@ -106,14 +150,31 @@ struct Sequence {
     for (int r = 0; r < width; r++)
       for (int id = 0; id < vocab; id++) {
         const size_t at = r * n_max + id / 16 % n_max;
-        if (logits[(size_t)r * stride + id] > max_value[at]) { max_value[at] = logits[(size_t)r * stride + id]; max_id[at] = id; }
+        if (logits[(size_t)r * stride + id] > max_value[at]) {
+          max_value[at] = logits[(size_t)r * stride + id];
+          max_id[at] = id;
+        }
       }
     SampleParams p{};
-    p.logits = logits.data(); p.state = &s; p.options = &o; p.scratch = scratch.data(); p.list = list.data(); p.counts = counts.data();
-    p.bias = o.has_bias ? bias.data() : nullptr; p.history = history.data(); p.ring = ring.data(); p.vocab = vocab; p.stride = stride; p.width = width;
-    p.max_value = max_value.data(); p.max_id = max_id.data(); p.n_max = n_max;
-    p.n_tokens = vocab; p.ranks = 1;
-    const bool adjusted = o.repetition_penalty != 1 || o.presence_penalty != 0 || o.frequency_penalty != 0 || o.has_bias || o.min_tokens > 0;
+    p.logits = logits.data();
+    p.state = &s;
+    p.options = &o;
+    p.scratch = scratch.data();
+    p.list = list.data();
+    p.counts = counts.data();
+    p.bias = o.has_bias ? bias.data() : nullptr;
+    p.history = history.data();
+    p.ring = ring.data();
+    p.vocab = vocab;
+    p.stride = stride;
+    p.width = width;
+    p.max_value = max_value.data();
+    p.max_id = max_id.data();
+    p.n_max = n_max;
+    p.n_tokens = vocab;
+    p.ranks = 1;
+    const bool adjusted = o.repetition_penalty != 1 || o.presence_penalty != 0 || o.frequency_penalty != 0 ||
+                          o.has_bias || o.min_tokens > 0;
     const bool filtered = o.top_k > 0 || o.top_p < 1ull << 32, all = !minimal;
     if (all || adjusted) run("sample_adjust", dim3(blocks, width), 256, p);
     if (all || filtered) run("sample_count", dim3(blocks, width), 256, p);
@@ -121,11 +182,16 @@ struct Sequence {
     if (all || filtered) run("sample_settle", dim3(1, width), 256, p);
     run("sample_accept", dim3(1), 256, p);
   }
-  // The same on several ranks, one after the other kernel by kernel, what they exchange added up here. All must end alike; the first one's state stays.
+  // The same on several ranks, one after the other kernel by kernel, what they exchange added up here. All must end
+  // alike; the first one's state stays.
   void launch_ranks(const std::vector<float>& logits, int width) {
     struct Rank {
       int n, blocks;
-      State s; std::vector<SampleScratch> scratch; std::vector<float> logits, max_value; std::vector<int> max_id, history; std::vector<uint32_t> counts;
+      State s;
+      std::vector<SampleScratch> scratch;
+      std::vector<float> logits, max_value;
+      std::vector<int> max_id, history;
+      std::vector<uint32_t> counts;
       std::vector<unsigned long long> list, ring;
       SampleParams p;
     };
@@ -136,7 +202,12 @@ struct Sequence {
       const int first = r * share, n_max = 1 + chance() % 3;
       k.n = std::min(share, vocab - first);
       k.blocks = (k.n + SAMPLE_SLICE - 1) / SAMPLE_SLICE + extra_blocks;
-      k.s = s; k.scratch = scratch; k.history = history; k.counts = counts; k.ring = ring; k.list = poisoned<unsigned long long>((size_t)width * k.n);
+      k.s = s;
+      k.scratch = scratch;
+      k.history = history;
+      k.counts = counts;
+      k.ring = ring;
+      k.list = poisoned<unsigned long long>((size_t)width * k.n);
       k.logits = poisoned<float>((size_t)width * share);
       k.max_value.assign((size_t)width * n_max, -kInf);
       k.max_id.assign((size_t)width * n_max, 0x7fffffff);
@@ -144,17 +215,43 @@ struct Sequence {
         for (int i = 0; i < k.n; i++) {
           const float l = k.logits[(size_t)row * share + i] = logits[(size_t)row * stride + first + i];
           const size_t at = row * n_max + i / 16 % n_max;
-          if (l > k.max_value[at]) { k.max_value[at] = l; k.max_id[at] = i; }
+          if (l > k.max_value[at]) {
+            k.max_value[at] = l;
+            k.max_id[at] = i;
+          }
         }
-      k.p = SampleParams{k.logits.data(), &k.s, &o, k.scratch.data(), k.list.data(), k.counts.data(), bias.data(), k.history.data(), k.ring.data(), k.max_value.data(), k.max_id.data(),
-                         k.n, share, n_max, width, first, vocab, ranks, 0};
+      k.p = SampleParams{k.logits.data(),
+                         &k.s,
+                         &o,
+                         k.scratch.data(),
+                         k.list.data(),
+                         k.counts.data(),
+                         bias.data(),
+                         k.history.data(),
+                         k.ring.data(),
+                         k.max_value.data(),
+                         k.max_id.data(),
+                         k.n,
+                         share,
+                         n_max,
+                         width,
+                         first,
+                         vocab,
+                         ranks,
+                         0};
     }
     const auto each = [&](const char* kernel, bool wide, int round = 0) {
-      for (Rank& k : all) { k.p.round = round; run(kernel, dim3(wide ? k.blocks : 1, width), 256, k.p); }
+      for (Rank& k : all) {
+        k.p.round = round;
+        run(kernel, dim3(wide ? k.blocks : 1, width), 256, k.p);
+      }
     };
-    const auto exchange = [&](const int (&flags)[SAMPLE_ROWS], size_t at, size_t n, bool sum) {   // n words from a byte of the scratch, if a row wants it
+    const auto exchange = [&](const int (&flags)[SAMPLE_ROWS], size_t at, size_t n,
+                              bool sum) {  // n words from a byte of the scratch, if a row wants it
       if (std::none_of(flags, flags + width, [](int flag) { return flag != 0; })) return;
-      const auto words = [&](Rank& k) { return reinterpret_cast<unsigned long long*>(reinterpret_cast<char*>(k.scratch.data()) + at); };
+      const auto words = [&](Rank& k) {
+        return reinterpret_cast<unsigned long long*>(reinterpret_cast<char*>(k.scratch.data()) + at);
+      };
       for (size_t i = 0; i < n; i++) {
         unsigned long long all_of_them = 0;
         for (Rank& k : all) all_of_them = sum ? all_of_them + words(k)[i] : std::max(all_of_them, words(k)[i]);
@@ -178,10 +275,16 @@ struct Sequence {
       std::memset((void*)k.scratch[0].cut, 0, sizeof k.scratch[0].cut);
       std::memset((void*)k.scratch[0].digits, 0, sizeof k.scratch[0].digits + sizeof k.scratch[0].search);
       std::memset((void*)k.scratch[0].in_use, 0, sizeof k.scratch[0].in_use + sizeof k.scratch[0].open);
-      const bool alike = same_bits(&k.s, &all[0].s, 1) && k.history == all[0].history && k.counts == all[0].counts && k.ring == all[0].ring && same_bits(k.scratch.data(), all[0].scratch.data(), 1);
-      check(alike, "rank %d of %d ends as rank 0: token %d, %d", (int)(&k - all.data()), ranks, k.s.sampled[0], all[0].s.sampled[0]);
+      const bool alike = same_bits(&k.s, &all[0].s, 1) && k.history == all[0].history && k.counts == all[0].counts &&
+                         k.ring == all[0].ring && same_bits(k.scratch.data(), all[0].scratch.data(), 1);
+      check(alike, "rank %d of %d ends as rank 0: token %d, %d", (int)(&k - all.data()), ranks, k.s.sampled[0],
+            all[0].s.sampled[0]);
     }
-    s = all[0].s; scratch = all[0].scratch; history = all[0].history; counts = all[0].counts; ring = all[0].ring;
+    s = all[0].s;
+    scratch = all[0].scratch;
+    history = all[0].history;
+    counts = all[0].counts;
+    ring = all[0].ring;
   }
   unsigned record(int word) const {
     const uint64_t w = ring[s.pass % RECORDS * RECORD_WORDS + word];
@@ -189,21 +292,23 @@ struct Sequence {
   }
 };
 static std::vector<float> random_logits(int rows, int vocab, int stride, int kind) {
-  std::vector<float> l((size_t)rows * stride, NAN);             // what lies between vocab and stride must not be read
+  std::vector<float> l((size_t)rows * stride, NAN);  // what lies between vocab and stride must not be read
   for (int r = 0; r < rows; r++)
     for (int i = 0; i < vocab; i++) {
-      const double u = (chance() + 1.0) / 2147483649.0, w = chance() / 2147483648.0, normal = std::sqrt(-2 * std::log(u)) * std::cos(6.283185307179586 * w);
+      const double u = (chance() + 1.0) / 2147483649.0, w = chance() / 2147483648.0,
+                   normal = std::sqrt(-2 * std::log(u)) * std::cos(6.283185307179586 * w);
       float x = (float)(3 * normal);
-      if (kind == 1) x = std::round(x * 2) / 2;                 // many ties
-      if (kind == 2) x = 1.25f;                                 // flat
-      if (kind == 3) x = (float)(normal * 0.01);                // nearly flat
-      if (kind == 4) x = (float)(normal * 40);                  // peaked
+      if (kind == 1) x = std::round(x * 2) / 2;   // many ties
+      if (kind == 2) x = 1.25f;                   // flat
+      if (kind == 3) x = (float)(normal * 0.01);  // nearly flat
+      if (kind == 4) x = (float)(normal * 40);    // peaked
       l[(size_t)r * stride + i] = x;
     }
   return l;
 }
 // One verify pass with the given drafts; the double decodes one by one. True when all agree.
-static bool pass(Sequence& q, const std::vector<float>& logits, int width, std::vector<int> drafts, const char* what, bool minimal = false) {
+static bool pass(Sequence& q, const std::vector<float>& logits, int width, std::vector<int> drafts, const char* what,
+                 bool minimal = false) {
   const State before = q.s;
   const auto counts0 = q.counts;
   q.s.rows = 1 + (int)drafts.size();
@@ -216,9 +321,13 @@ static bool pass(Sequence& q, const std::vector<float>& logits, int width, std::
   std::vector<int> want;
   int reason = STOP_NONE, accepted = 0;
   for (int i = 0;; i++) {
-    const std::vector<float> row(logits.begin() + (size_t)i * q.stride, logits.begin() + (size_t)i * q.stride + q.vocab);
+    const std::vector<float> row(logits.begin() + (size_t)i * q.stride,
+                                 logits.begin() + (size_t)i * q.stride + q.vocab);
     const int t = ref_choose(row, q.o, counts, q.bias, before.n_output + i, before.length + i + 1);
-    if (t < 0) { reason = STOP_NO_CHOICE; break; }
+    if (t < 0) {
+      reason = STOP_NO_CHOICE;
+      break;
+    }
     want.push_back(t);
     counts[t]++;
     const bool hit = i < (int)drafts.size() && i + 1 < width && drafts[i] == t;
@@ -231,27 +340,36 @@ static bool pass(Sequence& q, const std::vector<float>& logits, int width, std::
     if (reason || !hit) break;
   }
   const int n = (int)want.size();
-  bool ok = q.s.emitted == n && q.s.reason == reason && q.s.done == (reason != 0) && q.s.accepted == accepted && q.s.length == before.length + n;
-  ok &= q.s.n_output == before.n_output + n && q.s.history_length == before.history_length + n && q.s.rows == 1 && q.s.n_drafts == 0 && q.s.pass == before.pass + 1;
+  bool ok = q.s.emitted == n && q.s.reason == reason && q.s.done == (reason != 0) && q.s.accepted == accepted &&
+            q.s.length == before.length + n;
+  ok &= q.s.n_output == before.n_output + n && q.s.history_length == before.history_length + n && q.s.rows == 1 &&
+        q.s.n_drafts == 0 && q.s.pass == before.pass + 1;
   ok &= q.s.draft_length == before.draft_length && q.s.root == (n ? want.back() : before.root);
   ok &= q.counts == counts;
-  for (int i = 0; i < n; i++) ok &= q.s.sampled[i] == want[i] && q.history[before.history_length + i] == want[i] && (int)q.record(RECORD_TOKENS + i) == want[i];
-  ok &= (int)q.record(RECORD_COUNT) == n && (int)q.record(RECORD_ACCEPTED) == accepted && (int)q.record(RECORD_REASON) == reason;
+  for (int i = 0; i < n; i++)
+    ok &= q.s.sampled[i] == want[i] && q.history[before.history_length + i] == want[i] &&
+          (int)q.record(RECORD_TOKENS + i) == want[i];
+  ok &= (int)q.record(RECORD_COUNT) == n && (int)q.record(RECORD_ACCEPTED) == accepted &&
+        (int)q.record(RECORD_REASON) == reason;
   ok &= (int)q.record(RECORD_LENGTH) == before.length + n && (int)q.record(RECORD_FIRST) == before.history_length;
   ok &= q.record(RECORD_DRAFTS) == std::min((unsigned)drafts.size(), (unsigned)width - 1);
   SampleScratch clean = q.scratch[0];
   std::memset((void*)clean.cut, 0, sizeof clean.cut);
   const char* bytes = reinterpret_cast<const char*>(&clean);
   ok &= std::all_of(bytes, bytes + sizeof clean, [](char c) { return c == 0; });
-  return check(ok, "%s: vocab %d, width %d, %zu drafts: %d tokens (%d expected), first %d (%d), reason %d (%d), accepted %d (%d)", what, q.vocab, width, drafts.size(), q.s.emitted, n,
-               n ? q.s.sampled[0] : -1, n ? want[0] : -1, q.s.reason, reason, q.s.accepted, accepted);
+  return check(
+      ok,
+      "%s: vocab %d, width %d, %zu drafts: %d tokens (%d expected), first %d (%d), reason %d (%d), accepted %d (%d)",
+      what, q.vocab, width, drafts.size(), q.s.emitted, n, n ? q.s.sampled[0] : -1, n ? want[0] : -1, q.s.reason,
+      reason, q.s.accepted, accepted);
 }
 // Tokens that a run without drafts would take from these rows.
 static std::vector<int> right_drafts(const Sequence& q, const std::vector<float>& logits, int n) {
   std::vector<int> d;
   auto counts = q.counts;
   for (int i = 0; i < n; i++) {
-    const std::vector<float> row(logits.begin() + (size_t)i * q.stride, logits.begin() + (size_t)i * q.stride + q.vocab);
+    const std::vector<float> row(logits.begin() + (size_t)i * q.stride,
+                                 logits.begin() + (size_t)i * q.stride + q.vocab);
     const int t = ref_choose(row, q.o, counts, q.bias, q.s.n_output + i, q.s.length + i + 1);
     d.push_back(std::max(t, 0));
     counts[d.back()]++;
@@ -259,14 +377,34 @@ static std::vector<int> right_drafts(const Sequence& q, const std::vector<float>
   return d;
 }
 
-struct Option { const char* name; void (*set)(Sequence&); };
+struct Option {
+  const char* name;
+  void (*set)(Sequence&);
+};
 static const Option kOptions[] = {
     {"plain", [](Sequence&) {}},
-    {"temperature 0", [](Sequence& q) { q.o.temperature = 0; q.o.top_k = 3; q.o.top_p = fixed_p(0.1); }},
+    {"temperature 0",
+     [](Sequence& q) {
+       q.o.temperature = 0;
+       q.o.top_k = 3;
+       q.o.top_p = fixed_p(0.1);
+     }},
     {"temperature 0.7", [](Sequence& q) { q.o.temperature = 0.7f; }},
-    {"temperature 1e-9", [](Sequence& q) { q.o.temperature = 1e-9f; q.o.top_p = fixed_p(0.9); }},
-    {"temperature 1e9", [](Sequence& q) { q.o.temperature = 1e9f; q.o.top_p = fixed_p(0.5); }},
-    {"temperature 0.1, top-k 50", [](Sequence& q) { q.o.temperature = 0.1f; q.o.top_k = 50; }},
+    {"temperature 1e-9",
+     [](Sequence& q) {
+       q.o.temperature = 1e-9f;
+       q.o.top_p = fixed_p(0.9);
+     }},
+    {"temperature 1e9",
+     [](Sequence& q) {
+       q.o.temperature = 1e9f;
+       q.o.top_p = fixed_p(0.5);
+     }},
+    {"temperature 0.1, top-k 50",
+     [](Sequence& q) {
+       q.o.temperature = 0.1f;
+       q.o.top_k = 50;
+     }},
     {"top-k 1", [](Sequence& q) { q.o.top_k = 1; }},
     {"top-k 40", [](Sequence& q) { q.o.top_k = 40; }},
     {"top-k vocab - 1", [](Sequence& q) { q.o.top_k = q.vocab - 1; }},
@@ -277,32 +415,94 @@ static const Option kOptions[] = {
     {"top-p 1 - 2^-32", [](Sequence& q) { q.o.top_p = (1ull << 32) - 1; }},
     {"min-p 1", [](Sequence& q) { q.o.min_z = -0.0f; }},
     {"min-p 0.05", [](Sequence& q) { q.o.min_z = std::log(0.05f); }},
-    {"top-k 20, top-p 0.8", [](Sequence& q) { q.o.top_k = 20; q.o.top_p = fixed_p(0.8); }},
-    {"top-k 300, top-p 0.999, min-p 0.001", [](Sequence& q) { q.o.top_k = 300; q.o.top_p = fixed_p(0.999); q.o.min_z = std::log(0.001f); q.o.temperature = 1.5f; }},
+    {"top-k 20, top-p 0.8",
+     [](Sequence& q) {
+       q.o.top_k = 20;
+       q.o.top_p = fixed_p(0.8);
+     }},
+    {"top-k 300, top-p 0.999, min-p 0.001",
+     [](Sequence& q) {
+       q.o.top_k = 300;
+       q.o.top_p = fixed_p(0.999);
+       q.o.min_z = std::log(0.001f);
+       q.o.temperature = 1.5f;
+     }},
     {"repetition 1.3", [](Sequence& q) { q.o.repetition_penalty = 1.3f; }},
-    {"presence 0.7, temperature 0", [](Sequence& q) { q.o.presence_penalty = 0.7f; q.o.temperature = 0; }},
-    {"frequency 0.4, presence -0.1", [](Sequence& q) { q.o.frequency_penalty = 0.4f; q.o.presence_penalty = -0.1f; }},
-    {"bias", [](Sequence& q) { q.o.has_bias = 1; for (int i = 0; i < 1024; i++) q.bias[chance() % q.vocab] = i % 3 ? (float)(i % 9) - 4 : -kInf; q.o.top_k = 25; }},
-    {"all but one id banned", [](Sequence& q) { q.o.has_bias = 1; for (auto& b : q.bias) b = -kInf; q.bias[q.vocab - 1] = 0; q.o.top_p = fixed_p(0.7); q.o.top_k = 9; }},
-    {"min tokens", [](Sequence& q) { q.o.min_tokens = 4; q.o.n_eos = 16; for (auto& e : q.o.eos) e = chance() % q.vocab; q.o.temperature = 0.2f; }},
-    {"everything", [](Sequence& q) {
-       q.o.temperature = 0.9f; q.o.top_k = 100; q.o.top_p = fixed_p(0.97); q.o.min_z = std::log(0.002f); q.o.repetition_penalty = 1.1f; q.o.presence_penalty = 0.2f;
-       q.o.frequency_penalty = 0.3f; q.o.has_bias = 1; q.bias[5] = 2; q.bias[q.vocab / 2] = -kInf; q.o.min_tokens = 3; q.o.n_eos = 2; q.o.eos[0] = 7; q.o.eos[1] = 5; }},
+    {"presence 0.7, temperature 0",
+     [](Sequence& q) {
+       q.o.presence_penalty = 0.7f;
+       q.o.temperature = 0;
+     }},
+    {"frequency 0.4, presence -0.1",
+     [](Sequence& q) {
+       q.o.frequency_penalty = 0.4f;
+       q.o.presence_penalty = -0.1f;
+     }},
+    {"bias",
+     [](Sequence& q) {
+       q.o.has_bias = 1;
+       for (int i = 0; i < 1024; i++) q.bias[chance() % q.vocab] = i % 3 ? (float)(i % 9) - 4 : -kInf;
+       q.o.top_k = 25;
+     }},
+    {"all but one id banned",
+     [](Sequence& q) {
+       q.o.has_bias = 1;
+       for (auto& b : q.bias) b = -kInf;
+       q.bias[q.vocab - 1] = 0;
+       q.o.top_p = fixed_p(0.7);
+       q.o.top_k = 9;
+     }},
+    {"min tokens",
+     [](Sequence& q) {
+       q.o.min_tokens = 4;
+       q.o.n_eos = 16;
+       for (auto& e : q.o.eos) e = chance() % q.vocab;
+       q.o.temperature = 0.2f;
+     }},
+    {"everything",
+     [](Sequence& q) {
+       q.o.temperature = 0.9f;
+       q.o.top_k = 100;
+       q.o.top_p = fixed_p(0.97);
+       q.o.min_z = std::log(0.002f);
+       q.o.repetition_penalty = 1.1f;
+       q.o.presence_penalty = 0.2f;
+       q.o.frequency_penalty = 0.3f;
+       q.o.has_bias = 1;
+       q.bias[5] = 2;
+       q.bias[q.vocab / 2] = -kInf;
+       q.o.min_tokens = 3;
+       q.o.n_eos = 2;
+       q.o.eos[0] = 7;
+       q.o.eos[1] = 5;
+     }},
 };
 
 static void test_numbers() {
   const uint32_t in[3][4] = {{0, 0, 0, 0}, {~0u, ~0u, ~0u, ~0u}, {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}};
   const uint64_t key[3] = {0, ~0ull, 0x299f31d0a4093822ull};
-  const uint32_t want[3][4] = {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}, {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}};
+  const uint32_t want[3][4] = {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8},
+                               {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd},
+                               {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}};
   for (int i = 0; i < 3; i++) {
     const uint4 r = philox(in[i][0], in[i][1], in[i][2], in[i][3], key[i]);
     check(r.x == want[i][0] && r.y == want[i][1] && r.z == want[i][2] && r.w == want[i][3], "Philox vector %d", i);
   }
   double worst = 0, lowest = 0, highest = 0;
-  std::vector<uint32_t> bits = {0, 1, 2, 3, 1257966796u, 1257966797u, 1u << 31, ~0u, ~0u - 1, ~0u - 255, ~0u - 256, ~0u - 257};
+  std::vector<uint32_t> bits = {0,        1,   2,       3,         1257966796u, 1257966797u,
+                                1u << 31, ~0u, ~0u - 1, ~0u - 255, ~0u - 256,   ~0u - 257};
   for (int i = 0; i < 200000; i++) bits.push_back(chance() << 1 ^ chance());
-  for (int s = 0; s < 32; s++) { bits.push_back(1u << s); bits.push_back(~(1u << s)); bits.push_back((1u << s) - 1); }
-  for (uint32_t b : bits) { const double g = noise(b), w = ref_noise(b); worst = std::max(worst, std::fabs(g - w) / std::max(1.0, std::fabs(w))); lowest = std::min(lowest, g); highest = std::max(highest, g); }
+  for (int s = 0; s < 32; s++) {
+    bits.push_back(1u << s);
+    bits.push_back(~(1u << s));
+    bits.push_back((1u << s) - 1);
+  }
+  for (uint32_t b : bits) {
+    const double g = noise(b), w = ref_noise(b);
+    worst = std::max(worst, std::fabs(g - w) / std::max(1.0, std::fabs(w)));
+    lowest = std::min(lowest, g);
+    highest = std::max(highest, g);
+  }
   check(worst < 1e-6, "noise against f64: worst error %.2e", worst);
   check(lowest > -3.2 && highest < 22.9, "noise range %.3f to %.3f", lowest, highest);
   worst = 0;
@@ -311,10 +511,17 @@ static void test_numbers() {
     const double want = std::exp((double)z) * 1099511627776.0, got = (double)probability_mass(z);
     worst = std::max(worst, (std::fabs(got - want) - 0.5) / want);
   }
-  check(worst < 2.5e-7 && probability_mass(0) == 1ull << 40 && probability_mass(-kInf) == 0 && probability_mass(-1e30f) == 0, "mass against f64: worst error %.2e", worst);
+  check(worst < 2.5e-7 && probability_mass(0) == 1ull << 40 && probability_mass(-kInf) == 0 &&
+            probability_mass(-1e30f) == 0,
+        "mass against f64: worst error %.2e", worst);
   const float ordered[] = {-kInf, -3e38f, -1, -1e-40f, 0, 1e-40f, 1, 3e38f};
-  for (int i = 0; i + 1 < 8; i++) check(preference(ordered[i], 0) < preference(ordered[i + 1], 1000) && value_of(preference(ordered[i], 3)) == ordered[i], "keys order numbers");
-  check(preference(-0.0f, 2) == preference(0.0f, 2) && preference(1, 2) > preference(1, 3) && id_of(preference(1, 77)) == 77 && preference(-kInf, 1 << 20) > 0, "keys: zeros, ties, ids");
+  for (int i = 0; i + 1 < 8; i++)
+    check(preference(ordered[i], 0) < preference(ordered[i + 1], 1000) &&
+              value_of(preference(ordered[i], 3)) == ordered[i],
+          "keys order numbers");
+  check(preference(-0.0f, 2) == preference(0.0f, 2) && preference(1, 2) > preference(1, 3) &&
+            id_of(preference(1, 77)) == 77 && preference(-kInf, 1 << 20) > 0,
+        "keys: zeros, ties, ids");
 }
 
 static void test_options(bool quick) {
@@ -334,7 +541,7 @@ static void test_options(bool quick) {
         if (chance() % 3 == 0 && width > 1) drafts[chance() % (width - 1)] ^= 1;
         pass(q, logits, width, drafts, option.name);
       }
-  for (const Option& option : kOptions) {                       // 16 rows, all drafts right, several passes on one scratch
+  for (const Option& option : kOptions) {  // 16 rows, all drafts right, several passes on one scratch
     Sequence q(1000);
     q.ranks = 1 + (&option - kOptions) % 4;
     option.set(q);
@@ -357,7 +564,8 @@ static void test_options(bool quick) {
   }
 }
 
-// Which ids are kept at all: a dozen ids of about equal weight, so that each one kept or dropped by mistake soon wins or fails to. The others weigh nothing.
+// Which ids are kept at all: a dozen ids of about equal weight, so that each one kept or dropped by mistake soon wins
+// or fails to. The others weigh nothing.
 static void test_exact_cuts(bool quick) {
   for (int turn = 0; turn < (quick ? 12 : 120); turn++) {
     Sequence q(512);
@@ -368,7 +576,8 @@ static void test_exact_cuts(bool quick) {
     int ids[12];
     for (int i = 0; i < 12; i++) {
       ids[i] = chance() % 512;
-      for (int r = 0; r < 16; r++) logits[r * 512 + ids[i]] = 3 - (i ? start[turn & 1] : 0) - step[turn / 2 % 4] * (i / 2);
+      for (int r = 0; r < 16; r++)
+        logits[r * 512 + ids[i]] = 3 - (i ? start[turn & 1] : 0) - step[turn / 2 % 4] * (i / 2);
     }
     const int filters = 1 + turn / 8 % 7;
     if (filters & 1) q.o.top_p = fixed_p(p[chance() % 5]);
@@ -377,11 +586,13 @@ static void test_exact_cuts(bool quick) {
     pass(q, logits, 16, right_drafts(q, logits, 15), "exact cuts");
     check(q.s.emitted == 16, "16 rows chosen");
   }
-  for (int i = 0; i < 2000; i++) {                              // the smallest mass with mass / kept >= p, and never 0
-    const uint64_t kept = ((uint64_t)chance() << 27 ^ chance()) >> chance() % 20, share = i ? ((uint64_t)chance() << 1) >> chance() % 33 : 0;
+  for (int i = 0; i < 2000; i++) {  // the smallest mass with mass / kept >= p, and never 0
+    const uint64_t kept = ((uint64_t)chance() << 27 ^ chance()) >> chance() % 20,
+                   share = i ? ((uint64_t)chance() << 1) >> chance() % 33 : 0;
     const unsigned __int128 product = (unsigned __int128)kept * share;
     const uint64_t t = top_p_target(kept, share);
-    check(t >= 1 && (unsigned __int128)t << 32 >= product && (t == 1 || (unsigned __int128)(t - 1) << 32 < product), "top_p_target");
+    check(t >= 1 && (unsigned __int128)t << 32 >= product && (t == 1 || (unsigned __int128)(t - 1) << 32 < product),
+          "top_p_target");
   }
 }
 
@@ -403,17 +614,19 @@ static void test_width() {
       const std::vector<float> row(logits.begin() + i * 1000, logits.begin() + (i + 1) * 1000);
       pass(narrow, row, 1, {}, kOptions[which].name, true);
     }
-    check(wide.s.emitted == 16 && wide.history == narrow.history && wide.counts == narrow.counts, "%s: 16 rows at once equal 16 passes of one row", kOptions[which].name);
+    check(wide.s.emitted == 16 && wide.history == narrow.history && wide.counts == narrow.counts,
+          "%s: 16 rows at once equal 16 passes of one row", kOptions[which].name);
     int different = 0;
     for (int i = 1; i < 16; i++) different += wide.s.sampled[i] != wide.s.sampled[0];
     check(different > 8, "%s: rows differ", kOptions[which].name);
   }
-  Sequence q(512);                                              // more drafts than the graph is wide: the rest waits for nobody
+  Sequence q(512);  // more drafts than the graph is wide: the rest waits for nobody
   const auto logits = random_logits(8, 512, 512, 0);
   pass(q, logits, 3, right_drafts(q, logits, 7), "7 drafts in a pass of 3 rows");
 }
 
-// Ends: every combination of the draft that goes wrong, the end token's place, the budget and the context, at temperature 0 and 0.8.
+// Ends: every combination of the draft that goes wrong, the end token's place, the budget and the context, at
+// temperature 0 and 0.8.
 static void test_ends(bool quick) {
   for (int temperature = 0; temperature < 2; temperature++)
     for (int wrong = -1; wrong < 6; wrong++)
@@ -426,7 +639,11 @@ static void test_ends(bool quick) {
             const auto logits = random_logits(7, 512, 512, 4 * (1 - temperature));
             auto drafts = right_drafts(q, logits, 7);
             q.o.n_eos = eos_at >= 0 ? 3 : 0;
-            if (eos_at >= 0) { q.o.eos[0] = -1; q.o.eos[1] = drafts[eos_at]; q.o.eos[2] = 1 << 20; }
+            if (eos_at >= 0) {
+              q.o.eos[0] = -1;
+              q.o.eos[1] = drafts[eos_at];
+              q.o.eos[2] = 1 << 20;
+            }
             drafts.pop_back();
             if (wrong >= 0) drafts[wrong] = (drafts[wrong] + 1) % 512;
             q.o.max_tokens = budget + q.s.n_output - 1 + (budget == 1);
@@ -439,27 +656,37 @@ static void test_ends(bool quick) {
 static void test_other_passes() {
   for (float temperature : {0.0f, 1.0f}) {
     Sequence q(512);
-    q.o.temperature = temperature; q.o.top_k = 30;
-    q.s.done = 1; q.s.reason = STOP_EOS; q.s.n_drafts = 2; q.s.rows = 3;
+    q.o.temperature = temperature;
+    q.o.top_k = 30;
+    q.s.done = 1;
+    q.s.reason = STOP_EOS;
+    q.s.n_drafts = 2;
+    q.s.rows = 3;
     const State before = q.s;
-    const auto history = q.history; const auto counts = q.counts;
+    const auto history = q.history;
+    const auto counts = q.counts;
     auto logits = random_logits(3, 512, 512, 0);
     const auto untouched = logits;
     q.launch(logits, 3);
-    State after = q.s; after.pass--;
-    check(std::memcmp(&after, &before, sizeof after) == 0 && q.history == history && q.counts == counts && logits == untouched, "a done sequence stays as it is");
-    check(q.record(RECORD_COUNT) == 0 && q.record(RECORD_REASON) == STOP_EOS && q.record(RECORD_LENGTH) == 20, "a done sequence's record");
+    State after = q.s;
+    after.pass--;
+    check(std::memcmp(&after, &before, sizeof after) == 0 && q.history == history && q.counts == counts &&
+              logits == untouched,
+          "a done sequence stays as it is");
+    check(q.record(RECORD_COUNT) == 0 && q.record(RECORD_REASON) == STOP_EOS && q.record(RECORD_LENGTH) == 20,
+          "a done sequence's record");
 
     Sequence f(512);
     AdvanceParams a{&f.s, f.ring.data()};
     f.s.rows = 9;
     run("prefill_advance", dim3(1), 32, a);
-    check(f.s.length == 29 && f.s.history_length == 21 && f.record(RECORD_COUNT) == 0 && f.record(RECORD_LENGTH) == 29, "prefill_advance");
+    check(f.s.length == 29 && f.s.history_length == 21 && f.record(RECORD_COUNT) == 0 && f.record(RECORD_LENGTH) == 29,
+          "prefill_advance");
     f.s.done = 1;
     run("prefill_advance", dim3(1), 32, a);
     check(f.s.length == 29 && f.record(RECORD_COUNT) == 0, "prefill_advance of a done sequence");
 
-    for (float bad : {NAN, kInf, -kInf})                        // a row without a choice ends the sequence, but only if it is reached
+    for (float bad : {NAN, kInf, -kInf})  // a row without a choice ends the sequence, but only if it is reached
       for (int reached = 0; reached < 2; reached++)
         for (int adjusted = 0; adjusted < 2; adjusted++)
           for (int filtered = 0; filtered < 2; filtered++) {
@@ -472,9 +699,10 @@ static void test_other_passes() {
             if (!reached) drafts[1] ^= 1;
             std::fill(rows.begin() + (bad == kInf ? 2999 : 2000), rows.end(), bad);
             pass(n, rows, 3, drafts, "a row without a choice", !filtered);
-            check(n.s.reason == (reached ? STOP_NO_CHOICE : STOP_NONE), "reason %d of a row without a choice", n.s.reason);
+            check(n.s.reason == (reached ? STOP_NO_CHOICE : STOP_NONE), "reason %d of a row without a choice",
+                  n.s.reason);
             if (adjusted) continue;
-            Sequence some(1000);                                // a few NaN are passed over
+            Sequence some(1000);  // a few NaN are passed over
             some.o.temperature = temperature;
             if (filtered) some.o.top_k = 998;
             rows = random_logits(1, 1000, 1000, 2);
@@ -494,13 +722,16 @@ static void test_frequencies() {
     for (int d = 0; d < draws; d++) {
       u64 best = 0;
       for (unsigned id = 0; id < 8; id++)
-        best = larger(best, preference((float)std::log(p[id] / p[0]) + noise(noise_bits_of(by_seed ? d : 5, by_seed ? 77 : d, id)), id));
+        best = larger(
+            best, preference(
+                      (float)std::log(p[id] / p[0]) + noise(noise_bits_of(by_seed ? d : 5, by_seed ? 77 : d, id)), id));
       n[id_of(best)]++;
     }
     for (int i = 0; i < 8; i++) chi += (n[i] - p[i] * draws) * (n[i] - p[i] * draws) / (p[i] * draws);
-    check(chi < 24.3, "frequencies over %s: chi-square %.1f, 7 degrees of freedom (24.3 is 1 in 1000)", by_seed ? "seeds" : "positions", chi);
+    check(chi < 24.3, "frequencies over %s: chi-square %.1f, 7 degrees of freedom (24.3 is 1 in 1000)",
+          by_seed ? "seeds" : "positions", chi);
   }
-  std::set<int> tokens;                                         // the whole chain: seeds matter
+  std::set<int> tokens;  // the whole chain: seeds matter
   for (int seed = 0; seed < 12; seed++) {
     state_of_chance = 5;
     Sequence q(512);

@@ -1,4 +1,5 @@
-//! One answer: a prompt's ids in, text as it becomes visible out, and at the end what happened. `run` and `chat` are two ways to show it.
+//! One answer: a prompt's ids in, text as it becomes visible out, and at the end what happened. `run` and `chat` are
+//! two ways to show it.
 //!
 //! Decoding gives tokens; here they become text, stop strings are found, and Ctrl-C is noticed between passes.
 use super::{draw_seed, signal, stats, tell, AnswerOptions, Session};
@@ -17,7 +18,8 @@ pub struct Ask<'a> {
     pub ignore_eos: bool,
 }
 
-/// What became visible: with a token, or at the end without one, when text was held back for a stop string that did not come.
+/// What became visible: with a token, or at the end without one, when text was held back for a stop string that did not
+/// come.
 pub struct Piece<'a> {
     pub token: Option<u32>,
     /// Whole characters, possibly none.
@@ -49,7 +51,8 @@ pub struct Reply {
 /// Makes an answer; `show` sees it piece by piece. Ctrl-C ends it early.
 pub fn answer(session: &mut Session, ask: &Ask, show: &mut dyn FnMut(Piece) -> io::Result<()>) -> Result<Reply> {
     let _answering = signal::Answering::begin();
-    let end_ids: Vec<u32> = if ask.ignore_eos { Vec::new() } else { session.end_ids.iter().map(|(id, _)| *id).collect() };
+    let end_ids: Vec<u32> =
+        if ask.ignore_eos { Vec::new() } else { session.end_ids.iter().map(|(id, _)| *id).collect() };
     let mut stream = TextStream::new(&session.tokenizer, ask.stops, false)?;
     let mut text = String::new();
     let mut stop = None;

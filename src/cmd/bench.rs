@@ -1,9 +1,12 @@
-//! `volley bench`: time to the first token and time per token at prompt lengths and depths, and the share of the memory's read rate.
+//! `volley bench`: time to the first token and time per token at prompt lengths and depths, and the share of the
+//! memory's read rate.
 //!
-//! With `--prompts`, instead: real prompts, plain and speculative decoding side by side. With `--cycle`: what the passes of a speculative cycle cost.
+//! With `--prompts`, instead: real prompts, plain and speculative decoding side by side. With `--cycle`: what the
+//! passes of a speculative cycle cost.
 //!
-//! Fixed token ids, greedy, no end tokens, no tokenizer. The read rate is measured in the same run: on the CPU all threads add up a buffer
-//! too large for any cache, a GPU streams one. A row's bytes per token are what the plan says must be read.
+//! Fixed token ids, greedy, no end tokens, no tokenizer. The read rate is measured in the same run: on the CPU all
+//! threads add up a buffer too large for any cache, a GPU streams one. A row's bytes per token are what the plan says
+//! must be read.
 use super::{answer, shown_bytes, stats, tell, Draft, Model, ModelOptions, Session, COMMIT};
 use crate::decode::{sample::philox, Answer, Event, Flow, Request, Sampling, Statistics, MAX_DRAFTS};
 use crate::error;
@@ -29,7 +32,8 @@ pub struct Options {
     pub widths: Vec<usize>,
     /// Where the time of a token goes at each depth.
     pub profile: bool,
-    /// Prompts for plain and speculative decoding, as in prompts/: one object a line with `turns`; the first `limit` of each file.
+    /// Prompts for plain and speculative decoding, as in prompts/: one object a line with `turns`; the first `limit` of
+    /// each file.
     pub prompt_files: Vec<PathBuf>,
     pub limit: usize,
     /// What verify and draft passes cost, and nothing else.
@@ -55,15 +59,20 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
         return cycle(&model, options.json, &mut io::stdout());
     }
     let longest = |list: &[usize]| list.iter().copied().max().unwrap_or(0);
-    let needed = longest(&options.prompts).checked_add(longest(&options.depths)).and_then(|n| n.checked_add(options.generate));
+    let needed =
+        longest(&options.prompts).checked_add(longest(&options.depths)).and_then(|n| n.checked_add(options.generate));
     let Some(needed) = needed else { bail!("prompt-tokens, depth and generate: the sum is too large") };
     if model.draft.as_ref().is_some_and(|draft| *draft != Draft::default()) {
         bail!("--draft: these rows are of plain decoding, whose tokens are no text; --prompts FILES compares plain and speculative");
     }
-    let model_options = ModelOptions { context: model.context.or(Some(needed)), draft: Some(Draft::default()), ..model.clone() };
+    let model_options =
+        ModelOptions { context: model.context.or(Some(needed)), draft: Some(Draft::default()), ..model.clone() };
     let mut model = Model::load(&model_options)?;
     if needed > model.engine.context() {
-        bail!("depth, prompt and answer have {needed} tokens, the context holds {}: lower them or raise --context", model.engine.context());
+        bail!(
+            "depth, prompt and answer have {needed} tokens, the context holds {}: lower them or raise --context",
+            model.engine.context()
+        );
     }
 
     let (read_rate, device) = if model.device == "cuda" {
@@ -74,7 +83,13 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
     };
     let mut out = io::stdout();
     if !options.json {
-        writeln!(out, "{} {}, {device}, reads {}/s, commit {COMMIT}", model.name, model.dtype, shown_bytes(read_rate as u64))?;
+        writeln!(
+            out,
+            "{} {}, {device}, reads {}/s, commit {COMMIT}",
+            model.name,
+            model.dtype,
+            shown_bytes(read_rate as u64)
+        )?;
         writeln!(
             out,
             " depth  prompt  first token  prompt tok/s  per token p50       p90       p99    tok/s         read  of rate  tokens hash"
@@ -84,7 +99,8 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
         for &prompt in &options.prompts {
             tell(format_args!("depth {depth}, prompt {prompt}: {} runs after one to warm up", options.repeat));
             let row = Row::measure(&mut model, depth, prompt, options)?;
-            let line = if options.json { row.json(&model, options, read_rate).to_string() } else { row.text(read_rate) };
+            let line =
+                if options.json { row.json(&model, options, read_rate).to_string() } else { row.text(read_rate) };
             writeln!(out, "{line}")?;
         }
         if !options.widths.is_empty() {
@@ -100,11 +116,14 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
     Ok(error::FINE)
 }
 
-/// Plain and speculative decoding of the same prompts, one after the other: greedy, decode only, up to `generate` tokens or the end.
+/// Plain and speculative decoding of the same prompts, one after the other: greedy, decode only, up to `generate`
+/// tokens or the end.
 fn compare(model: &ModelOptions, options: &Options) -> Result<u8> {
     let mut session = Session::load(model)?;
     if session.model.engine.costs().is_none() {
-        bail!("--prompts compares plain and speculative decoding: expected drafts, found none; give --draft DIR or ngram");
+        bail!(
+            "--prompts compares plain and speculative decoding: expected drafts, found none; give --draft DIR or ngram"
+        );
     }
     let mut out = io::stdout();
     if !options.json {
@@ -129,9 +148,12 @@ fn compare(model: &ModelOptions, options: &Options) -> Result<u8> {
     cycle(&session.model, options.json, &mut out)
 }
 
-/// Times of the passes of a cycle as the engine knows them: verify, draft-extend with the first draft, each further draft, and what they ask of drafts.
+/// Times of the passes of a cycle as the engine knows them: verify, draft-extend with the first draft, each further
+/// draft, and what they ask of drafts.
 fn cycle(model: &Model, json: bool, out: &mut impl Write) -> Result<u8> {
-    let Some(costs) = model.engine.costs() else { bail!("--cycle: expected drafts, found none; give --draft DIR or ngram") };
+    let Some(costs) = model.engine.costs() else {
+        bail!("--cycle: expected drafts, found none; give --draft DIR or ngram")
+    };
     let even: Vec<f64> = (1..=MAX_DRAFTS).map(|k| costs.break_even(k)).collect();
     let extend = costs.draft[0];
     let each = (costs.draft[MAX_DRAFTS - 1] - extend) / (MAX_DRAFTS - 1) as f64;
@@ -165,7 +187,8 @@ struct Set {
     statistics: Statistics,
     /// CPU time of this thread per speculative cycle, microseconds.
     host_us: f64,
-    /// Prompts whose answer repeats itself: less than half of its runs of four tokens are different. They flatter any drafter.
+    /// Prompts whose answer repeats itself: less than half of its runs of four tokens are different. They flatter any
+    /// drafter.
     loops: usize,
 }
 
@@ -175,22 +198,33 @@ impl Set {
         struct Prompt {
             turns: Vec<String>,
         }
-        let text = std::fs::read_to_string(file).with_context(|| format!("{}: expected a file of prompts", file.display()))?;
-        let name = file.file_name().map_or_else(|| file.display().to_string(), |name| name.to_string_lossy().into_owned());
-        let mut set = Set { name, tokens: 0, rates: Vec::new(), statistics: Statistics::default(), host_us: 0.0, loops: 0 };
+        let text =
+            std::fs::read_to_string(file).with_context(|| format!("{}: expected a file of prompts", file.display()))?;
+        let name =
+            file.file_name().map_or_else(|| file.display().to_string(), |name| name.to_string_lossy().into_owned());
+        let mut set =
+            Set { name, tokens: 0, rates: Vec::new(), statistics: Statistics::default(), host_us: 0.0, loops: 0 };
         let (mut cpu_us, mut cycles) = (0.0, 0);
         session.model.engine.reset_statistics();
         for (i, line) in text.lines().filter(|line| !line.trim().is_empty()).take(options.limit).enumerate() {
             let place = || format!("{}: line {}", file.display(), i + 1);
             let prompt: Prompt = serde_json::from_str(line).with_context(place)?;
-            let first = prompt.turns.first().with_context(|| format!("{}: turns: expected one at least, found none", place()))?;
+            let first = prompt
+                .turns
+                .first()
+                .with_context(|| format!("{}: turns: expected one at least, found none", place()))?;
             let ids = answer::chat_ids(session, &[Message::new("user", first)], false)?;
             let ends: Vec<u32> = session.end_ids.iter().map(|(id, _)| *id).collect();
             let mut run = |plain: bool| -> Result<Answer> {
                 let engine = &mut session.model.engine;
                 engine.clear();
                 engine.pause_drafting(plain);
-                let request = Request { prompt: &ids, sampling: &Sampling::default(), end_ids: &ends, max_tokens: Some(options.generate) };
+                let request = Request {
+                    prompt: &ids,
+                    sampling: &Sampling::default(),
+                    end_ids: &ends,
+                    max_tokens: Some(options.generate),
+                };
                 engine.generate(&request, &mut |_| Flow::Go)
             };
             let plain = run(true)?;
@@ -199,7 +233,10 @@ impl Set {
             cpu_us += stats::thread_cpu_us() - before;
             cycles += drafted.passes.len();
             if plain.tokens != drafted.tokens {
-                return Err(error::internal(format!("{}: speculative decoding gave other tokens than plain decoding", place())));
+                return Err(error::internal(format!(
+                    "{}: speculative decoding gave other tokens than plain decoding",
+                    place()
+                )));
             }
             set.tokens += plain.tokens.len();
             set.rates.push([stats::rate(&stats::token_ms(&plain)), stats::rate(&stats::token_ms(&drafted))]);
@@ -222,8 +259,11 @@ impl Set {
     fn text(&self) -> String {
         let [plain, drafted] = self.mean();
         let shares: Vec<String> = self.statistics.acceptance().iter().map(|a| format!("{a:.2}")).collect();
-        let loops =
-            if self.loops > 0 { format!("; {} of {} answers repeat themselves", self.loops, self.rates.len()) } else { String::new() };
+        let loops = if self.loops > 0 {
+            format!("; {} of {} answers repeat themselves", self.loops, self.rates.len())
+        } else {
+            String::new()
+        };
         format!(
             "{:22} {:6} {plain:12.1} {drafted:12.1} {:6.2}  {:.2}: {}; host {:.0} us of CPU a cycle{loops}",
             self.name,
@@ -266,7 +306,9 @@ fn widths(model: &mut Model, depth: usize, options: &Options, out: &mut impl Wri
             });
             writeln!(out, "{row}")?;
         } else {
-            let experts = used.zip(even).map_or(String::new(), |(used, even)| format!(", {used:.1} experts a layer, {even:.1} if even"));
+            let experts = used
+                .zip(even)
+                .map_or(String::new(), |(used, even)| format!(", {used:.1} experts a layer, {even:.1} if even"));
             writeln!(out, "{depth:6}  verify of {width:2} rows  {p50:10.4} ms  {:6.3} x one row{experts}", p50 / one)?;
         }
     }
@@ -283,7 +325,11 @@ fn profile(model: &mut Model, depth: usize, options: &Options, read_rate: f64, o
         } else {
             let each = 1e3 * step.ms / step.count as f64;
             let (bytes, share) = (shown_bytes(step.bytes), 100.0 * rate / read_rate);
-            writeln!(out, "{depth:6}  {:22} {:4} x {each:8.2} us = {:8.4} ms  {bytes:>9}  {share:5.0} %", step.kind, step.count, step.ms)?;
+            writeln!(
+                out,
+                "{depth:6}  {:22} {:4} x {each:8.2} us = {:8.4} ms  {bytes:>9}  {share:5.0} %",
+                step.kind, step.count, step.ms
+            )?;
         }
     }
     Ok(())
@@ -304,7 +350,8 @@ struct Row {
 impl Row {
     fn measure(model: &mut Model, depth: usize, prompt: usize, options: &Options) -> Result<Row> {
         let ids = token_ids(depth + prompt, model.config.vocab);
-        let mut row = Row { depth, prompt, first_token_ms: Vec::new(), token_ms: Vec::new(), bytes_per_token: 0.0, hash: 0 };
+        let mut row =
+            Row { depth, prompt, first_token_ms: Vec::new(), token_ms: Vec::new(), bytes_per_token: 0.0, hash: 0 };
         for run in 0..=options.repeat {
             model.engine.clear();
             if depth > 0 {
@@ -318,7 +365,9 @@ impl Row {
                 continue;
             }
             if hash != row.hash {
-                return Err(error::internal(format!("depth {depth}, prompt {prompt}: run {run} gave other tokens than the run before")));
+                return Err(error::internal(format!(
+                    "depth {depth}, prompt {prompt}: run {run} gave other tokens than the run before"
+                )));
             }
             row.first_token_ms.push(stats::ms(answer.first_token_time));
             row.token_ms.push(stats::token_ms(&answer));
@@ -401,8 +450,10 @@ fn read_rate() -> f64 {
     let mut best = 0.0f64;
     for _ in 0..5 {
         let start = Instant::now();
-        let sum =
-            buffer.par_chunks(chunk).map(|chunk| chunk.iter().fold(0u64, |sum, &x| sum.wrapping_add(x))).reduce(|| 0, u64::wrapping_add);
+        let sum = buffer
+            .par_chunks(chunk)
+            .map(|chunk| chunk.iter().fold(0u64, |sum, &x| sum.wrapping_add(x)))
+            .reduce(|| 0, u64::wrapping_add);
         std::hint::black_box(sum);
         best = best.max((WORDS * 8) as f64 / start.elapsed().as_secs_f64());
     }

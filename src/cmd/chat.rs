@@ -1,7 +1,7 @@
 //! `volley chat`: a conversation at a terminal or over a pipe, or JSON requests one a line.
 //!
-//! Nothing is ever dropped from a conversation: when the context is full, that is said, and the person decides. Every turn renders the whole
-//! conversation; the engine finds the prefix that its cache already holds.
+//! Nothing is ever dropped from a conversation: when the context is full, that is said, and the person decides. Every
+//! turn renders the whole conversation; the engine finds the prefix that its cache already holds.
 use super::answer::{self, Ask, Ended, Piece, Reply};
 use super::{draw_seed, signal, stats, tell, AnswerOptions, Lines, ModelOptions, Session};
 use crate::decode::Sampling;
@@ -118,7 +118,9 @@ impl Conversation<'_> {
                 ));
                 tell(format_args!("{} answers, {} tokens; context of {context} tokens", self.turns, self.tokens));
             }
-            _ => tell(format_args!("error: {line}: expected one of {COMMANDS}; a message that starts with / goes between \"\"\"")),
+            _ => tell(format_args!(
+                "error: {line}: expected one of {COMMANDS}; a message that starts with / goes between \"\"\""
+            )),
         }
         Ok(false)
     }
@@ -132,7 +134,9 @@ impl Conversation<'_> {
         self.sampling.seed = draw_seed();
         tell(format_args!("seed: {}", self.sampling.seed));
         if self.sampling.temperature == 0.0 {
-            tell(format_args!("the temperature is 0, so the answer stays the same; start with -t 0.7 or so for others"));
+            tell(format_args!(
+                "the temperature is 0, so the answer stays the same; start with -t 0.7 or so for others"
+            ));
         }
         self.answer()
     }
@@ -143,7 +147,8 @@ impl Conversation<'_> {
             Ok(reply) => {
                 self.turns += 1;
                 self.tokens += reply.answer.tokens.len();
-                self.last = stats::line(&self.session.model, reply.prompt_tokens, &reply.answer, reply.statistics.as_ref());
+                self.last =
+                    stats::line(&self.session.model, reply.prompt_tokens, &reply.answer, reply.statistics.as_ref());
                 self.last_drafts = reply.statistics.as_ref().map(stats::speculation);
                 let context = self.session.model.engine.context();
                 match reply.ended {

@@ -1,8 +1,8 @@
-//! What doctor and the tests on a GPU check of a model: its steps against the f32 reference, and widths, chunks, graphs and drafts against each
-//! other to the bit.
+//! What doctor and the tests on a GPU check of a model: its steps against the f32 reference, and widths, chunks, graphs
+//! and drafts against each other to the bit.
 //!
-//! Each check takes a machine whose cache it may overwrite and token ids that look like text to the hardware (bench::token_ids); it returns a
-//! line that says what held, or an error that says what did not. Nothing here prints.
+//! Each check takes a machine whose cache it may overwrite and token ids that look like text to the hardware
+//! (bench::token_ids); it returns a line that says what held, or an error that says what did not. Nothing here prints.
 use crate::cpu::Reference;
 use crate::decode::{Backend, Limits, Sampling, Sequence, MAX_DRAFTS};
 use crate::gpu::machine::{Machine, WIDTHS};
@@ -10,22 +10,24 @@ use crate::model::plan::{Owner, Pass, Step, MAX_WIDTH, PREFILL_ROWS};
 use anyhow::{bail, ensure, Context, Result};
 use std::collections::{HashSet, VecDeque};
 
-/// Largest error of a number that a step computes from the same inputs as the reference, relative to the number plus the root mean square of
-/// its row. Rounding to bf16 gives 0.002 for the output, and as much for each normalised input, rotated key and attention weight, added up
-/// like random signs: 0.005 is one deviation. The worst seen on an H200 is 0.03 for the tiny models and 0.10 for SmolLM2.
+/// Largest error of a number that a step computes from the same inputs as the reference, relative to the number plus
+/// the root mean square of its row. Rounding to bf16 gives 0.002 for the output, and as much for each normalised input,
+/// rotated key and attention weight, added up like random signs: 0.005 is one deviation. The worst seen on an H200 is
+/// 0.03 for the tiny models and 0.10 for SmolLM2.
 pub const STEP_BOUND: f32 = 0.1;
 
 /// Scores of experts that lie closer than this may change places: a logit is off by what bf16 inputs cost, 0.01 or so.
 pub const ROUTE_MARGIN: f32 = 0.02;
 
-/// Where KV chunks and the grid over them change (attention_blocks of kernels/params.h, attention_chunks), and behind these.
+/// Where KV chunks and the grid over them change (attention_blocks of kernels/params.h, attention_chunks), and behind
+/// these.
 const KV_EDGES: [usize; 7] = [64, 256, 1024, 2048, 2304, 16384, 17408];
 
 /// Rows that `steps` takes.
 pub const STEP_ROWS: usize = 200;
 
-/// Every step of passes of all kinds against the reference. A step of the reference starts from what the GPU made of the steps before, so that
-/// the first one beyond the bound is the one that is wrong.
+/// Every step of passes of all kinds against the reference. A step of the reference starts from what the GPU made of
+/// the steps before, so that the first one beyond the bound is the one that is wrong.
 pub fn steps(machine: &mut Machine, reference: &mut Reference, ids: &[u32]) -> Result<String> {
     let prefill = [(16, 11), (64, 61), (256, 100)].map(|(rows, n)| (Pass::Prefill { rows }, n));
     let verify = [1, 3, 8, 16].map(|width| (Pass::Verify { width }, width));
@@ -47,7 +49,10 @@ pub fn steps(machine: &mut Machine, reference: &mut Reference, ids: &[u32]) -> R
             }
             if name != step.name() || out.len() != expected.len() {
                 let (a, b) = (out.len(), expected.len());
-                failure = Some(format!("{pass:?}: the reference ran {} with {b} numbers, the GPU {name:?} with {a}", step.name()));
+                failure = Some(format!(
+                    "{pass:?}: the reference ran {} with {b} numbers, the GPU {name:?} with {a}",
+                    step.name()
+                ));
                 return;
             }
             if let Step::Router(router) = step {
@@ -86,7 +91,11 @@ pub fn steps(machine: &mut Machine, reference: &mut Reference, ids: &[u32]) -> R
         }
         position += n;
     }
-    let routes = if n_rerouted > 0 { format!("; {n_rerouted} rows with nearly equal experts went to others") } else { String::new() };
+    let routes = if n_rerouted > 0 {
+        format!("; {n_rerouted} rows with nearly equal experts went to others")
+    } else {
+        String::new()
+    };
     Ok(format!("{n_steps} steps of 7 passes, errors up to {:.4} ({}), at most {STEP_BOUND}{routes}", worst.0, worst.1))
 }
 
@@ -106,7 +115,8 @@ fn largest_error(found: &[f32], expected: &[f32], dim: usize) -> (f32, usize) {
     worst
 }
 
-/// Every row of passes of all widths equals the same row alone, at positions across the edges of KV chunks and so of context buckets.
+/// Every row of passes of all widths equals the same row alone, at positions across the edges of KV chunks and so of
+/// context buckets.
 pub fn widths(machine: &mut Machine, ids: &[u32]) -> Result<String> {
     let vocab = machine.vocab();
     machine.poison()?;
@@ -150,21 +160,28 @@ pub fn chunks(machine: &mut Machine, ids: &[u32]) -> Result<String> {
             let kv = machine.plan(Pass::Verify { width: 1 }).kv;
             let dim = kv.head_dim;
             // Keys come first; every layer and head has its own row of a position.
-            let keys: Vec<f32> =
-                rows[..kv.n_layers * kv.n_kv_heads * dim * ids.len()].iter().map(|&bits| half::bf16::from_bits(bits).to_f32()).collect();
+            let keys: Vec<f32> = rows[..kv.n_layers * kv.n_kv_heads * dim * ids.len()]
+                .iter()
+                .map(|&bits| half::bf16::from_bits(bits).to_f32())
+                .collect();
             sane(&keys, dim).context("keys after chunks of 512")?;
             first = Some(rows);
             continue;
         };
         ensure!(rows == *first, "chunks of {size} leave other keys and values than chunks of 512");
     }
-    Ok(format!("{} tokens in chunks of 512, 1, 8 and {} leave equal keys and values", ids.len(), machine.prefill_rows().min(ids.len())))
+    Ok(format!(
+        "{} tokens in chunks of 512, 1, 8 and {} leave equal keys and values",
+        ids.len(),
+        machine.prefill_rows().min(ids.len())
+    ))
 }
 
 /// Every pass as its graph and launch by launch: the same logits, keys and values.
 pub fn graphs(machine: &mut Machine, ids: &[u32]) -> Result<String> {
     let vocab = machine.vocab();
-    let passes = WIDTHS.map(|width| Pass::Verify { width }).into_iter().chain(PREFILL_ROWS.map(|rows| Pass::Prefill { rows }));
+    let passes =
+        WIDTHS.map(|width| Pass::Verify { width }).into_iter().chain(PREFILL_ROWS.map(|rows| Pass::Prefill { rows }));
     let mut n_passes = 0;
     let eager_before = machine.counters().eager;
     for pass in passes {
@@ -183,14 +200,19 @@ pub fn graphs(machine: &mut Machine, ids: &[u32]) -> Result<String> {
             match &as_graph {
                 None => as_graph = Some(seen),
                 Some((logits, kv)) => {
-                    same(&seen.0, logits, vocab).with_context(|| format!("{pass:?} launch by launch against its graph"))?;
+                    same(&seen.0, logits, vocab)
+                        .with_context(|| format!("{pass:?} launch by launch against its graph"))?;
                     ensure!(seen.1 == *kv, "{pass:?} launch by launch leaves other keys and values than its graph");
                 }
             }
         }
         n_passes += 1;
     }
-    ensure!(machine.counters().eager == eager_before, "{} passes have no graph", machine.counters().eager - eager_before);
+    ensure!(
+        machine.counters().eager == eager_before,
+        "{} passes have no graph",
+        machine.counters().eager - eager_before
+    );
     Ok(format!("{n_passes} passes give the same bits as graphs and launch by launch"))
 }
 
@@ -237,17 +259,26 @@ pub fn drafts(machine: &mut Machine, ids: &[u32]) -> Result<String> {
             machine.set_drafts(&drafts)?;
             machine.verify(1 + MAX_DRAFTS)?;
             let record = machine.record()?;
-            ensure!(record.accepted == wrong, "draft {wrong} is the first wrong one, {} were accepted", record.accepted);
+            ensure!(
+                record.accepted == wrong,
+                "draft {wrong} is the first wrong one, {} were accepted",
+                record.accepted
+            );
             tokens.extend(record.tokens);
         }
         let same = tokens.iter().zip(&expected).take_while(|(a, b)| a == b).count();
-        ensure!(same >= TOKENS, "draft {wrong} wrong: token {same} is {:?}, without drafts {:?}", tokens.get(same), expected.get(same));
+        ensure!(
+            same >= TOKENS,
+            "draft {wrong} wrong: token {same} is {:?}, without drafts {:?}",
+            tokens.get(same),
+            expected.get(same)
+        );
     }
     Ok(format!("{TOKENS} sampled tokens with drafts wrong at each place: the same as without drafts"))
 }
 
-/// Drafts of the drafter, if there is one, and of n-gram search change nothing about greedy and sampled answers of `n` tokens. The machine was
-/// made with n-gram drafting.
+/// Drafts of the drafter, if there is one, and of n-gram search change nothing about greedy and sampled answers of `n`
+/// tokens. The machine was made with n-gram drafting.
 pub fn speculation(machine: &mut Machine, ids: &[u32], n: usize, drafter: bool) -> Result<String> {
     let prompt = &ids[..20];
     let (mut accepted, mut passes) = (0, 0);
@@ -255,7 +286,9 @@ pub fn speculation(machine: &mut Machine, ids: &[u32], n: usize, drafter: bool) 
         let sampling = Sampling { temperature, seed: 3, ..Sampling::default() };
         let expected = plain(machine, prompt, &sampling, n)?;
         // None: n-gram search.
-        for drafts in [None, Some(1), Some(3), Some(MAX_DRAFTS)].into_iter().filter(|drafts| drafter || drafts.is_none()) {
+        for drafts in
+            [None, Some(1), Some(3), Some(MAX_DRAFTS)].into_iter().filter(|drafts| drafter || drafts.is_none())
+        {
             machine.begin(prompt, 0, &sampling, &unlimited())?;
             machine.prefill(&prompt[..prompt.len() - 1])?;
             let (mut tokens, mut width) = (Vec::new(), 1);
@@ -272,7 +305,10 @@ pub fn speculation(machine: &mut Machine, ids: &[u32], n: usize, drafter: bool) 
             let source = drafts.map_or("n-gram drafts".to_string(), |n| format!("{n} drafts of the drafter"));
             let same = tokens.iter().zip(&expected).take_while(|(a, b)| a == b).count();
             let (found, wanted) = (tokens.get(same), expected.get(same));
-            ensure!(same >= n, "{source}, temperature {temperature}: token {same} is {found:?}, without drafts {wanted:?}");
+            ensure!(
+                same >= n,
+                "{source}, temperature {temperature}: token {same} is {found:?}, without drafts {wanted:?}"
+            );
         }
     }
     let sources = if drafter { "the drafter and n-gram search" } else { "n-gram search" };
@@ -281,8 +317,8 @@ pub fn speculation(machine: &mut Machine, ids: &[u32], n: usize, drafter: bool) 
     ))
 }
 
-/// What draft-extend leaves in the drafter's cache behind `n` tokens or more, in cycles of every number of drafts, equals what the drafter makes of
-/// that text as a prompt.
+/// What draft-extend leaves in the drafter's cache behind `n` tokens or more, in cycles of every number of drafts,
+/// equals what the drafter makes of that text as a prompt.
 pub fn extends(machine: &mut Machine, ids: &[u32], n: usize) -> Result<String> {
     let prompt = &ids[..20];
     let sampling = Sampling { temperature: 0.8, seed: 3, ..Sampling::default() };
@@ -301,8 +337,10 @@ pub fn extends(machine: &mut Machine, ids: &[u32], n: usize) -> Result<String> {
     let extended = machine.kv_rows(Owner::Drafter, rows)?;
     let kv = machine.plan(Pass::Draft { width: MAX_DRAFTS + 1, drafts: 1 }).kv;
     let dim = kv.head_dim;
-    let keys: Vec<f32> =
-        extended[..kv.n_layers * kv.n_kv_heads * dim * rows].iter().map(|&bits| half::bf16::from_bits(bits).to_f32()).collect();
+    let keys: Vec<f32> = extended[..kv.n_layers * kv.n_kv_heads * dim * rows]
+        .iter()
+        .map(|&bits| half::bf16::from_bits(bits).to_f32())
+        .collect();
     sane(&keys, dim).context("keys of the drafter")?;
     machine.poison()?;
     machine.begin(&all, 0, &sampling, &unlimited())?;
@@ -341,7 +379,8 @@ fn fill(machine: &mut Machine, ids: &[u32], filled: usize, size: usize) -> Resul
     machine.gpu().synchronize()
 }
 
-/// Rows of `dim` numbers must be finite, different from each other, and not nearly constant: NaN equals nothing, and zeros equal anything.
+/// Rows of `dim` numbers must be finite, different from each other, and not nearly constant: NaN equals nothing, and
+/// zeros equal anything.
 fn sane(rows: &[f32], dim: usize) -> Result<()> {
     let mut seen = HashSet::new();
     for (i, row) in rows.chunks_exact(dim).enumerate() {
@@ -381,7 +420,8 @@ mod tests {
     #[test]
     fn insane_rows_are_refused() {
         sane(&[1.0, 2.0, 3.0, 1.0], 2).unwrap();
-        let check = |rows: &[f32], what: &str| assert!(sane(rows, 2).unwrap_err().to_string().contains(what), "{rows:?}");
+        let check =
+            |rows: &[f32], what: &str| assert!(sane(rows, 2).unwrap_err().to_string().contains(what), "{rows:?}");
         check(&[1.0, 2.0, f32::NAN, 1.0], "row 1 holds NaN");
         check(&[0.0, 0.0], "nearly constant");
         check(&[1.0, 2.0, 1.0, 2.0], "row 1 equals");

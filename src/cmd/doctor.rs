@@ -1,9 +1,11 @@
-//! `volley doctor`: is this machine fit, and does this model compute what it should? One line a check on stdout, exit code 0 or 1.
-//! With several ranks every check runs on all of them at once, each against its part of the reference.
+//! `volley doctor`: is this machine fit, and does this model compute what it should? One line a check on stdout, exit
+//! code 0 or 1. With several ranks every check runs on all of them at once, each against its part of the reference.
 //!
-//! First facts of driver and GPU, then every kernel on small random models whose sizes do not divide evenly (`Shape`), then, if there is one,
-//! the user's model. The checks are in check.rs.
-use super::{bench::token_ids, check, default_draft, open_drafter, rank_gpus, read, setup, shown_bytes, Device, ModelOptions};
+//! First facts of driver and GPU, then every kernel on small random models whose sizes do not divide evenly (`Shape`),
+//! then, if there is one, the user's model. The checks are in check.rs.
+use super::{
+    bench::token_ids, check, default_draft, open_drafter, rank_gpus, read, setup, shown_bytes, Device, ModelOptions,
+};
 use crate::cpu::Reference;
 use crate::decode::sample::philox;
 use crate::error;
@@ -47,13 +49,19 @@ pub fn doctor(options: &ModelOptions) -> Result<u8> {
         let defaults = ModelOptions { context: None, weights: None, no_mmap: false, draft: None, ..options.clone() };
         report.model(shape.name, &gpu, &gpus, &dir.0, &defaults)?;
     }
-    let named = options.dir.clone().or_else(|| std::env::var_os("VOLLEY_MODEL").filter(|dir| !dir.is_empty()).map(PathBuf::from));
+    let named = options
+        .dir
+        .clone()
+        .or_else(|| std::env::var_os("VOLLEY_MODEL").filter(|dir| !dir.is_empty()).map(PathBuf::from));
     if let Some(dir) = &named {
         report.model(&dir.display().to_string(), &gpu, &gpus, dir, options)?;
     }
     let Report { n_checks, n_failed } = report;
     match n_failed {
-        0 => say(format_args!("all {n_checks} checks hold{}", if named.is_none() { "; -m DIR checks a model too" } else { "" }))?,
+        0 => say(format_args!(
+            "all {n_checks} checks hold{}",
+            if named.is_none() { "; -m DIR checks a model too" } else { "" }
+        ))?,
         _ => say(format_args!("{n_failed} of {n_checks} checks failed"))?,
     }
     Ok(if n_failed == 0 { error::FINE } else { error::INTERNAL })
@@ -113,7 +121,9 @@ impl Report {
         let ids = Arc::new(token_ids(context, vocab));
         type Check = Box<dyn Fn(&mut Machine, &[u32]) -> Result<String> + Send + Sync>;
         let (dir, options) = (dir.to_path_buf(), options.clone());
-        let steps = move |m: &mut Machine, ids: &[u32]| check::steps(m, &mut reference(&dir, &options, context, m.ranks())?, ids);
+        let steps = move |m: &mut Machine, ids: &[u32]| {
+            check::steps(m, &mut reference(&dir, &options, context, m.ranks())?, ids)
+        };
         let mut checks: Vec<(&str, Check)> = vec![
             ("kernels", Box::new(steps)),
             ("graphs", Box::new(|m, ids| check::graphs(m, &ids[..ids.len().min(1100)]))),
@@ -150,7 +160,8 @@ impl Report {
     }
 }
 
-/// Prints what the start measured between ranks. Slow pairs are shown with their cure; pairs and algorithms that are wrong fail.
+/// Prints what the start measured between ranks. Slow pairs are shown with their cure; pairs and algorithms that are
+/// wrong fail.
 fn links(found: &Found) -> Result<String> {
     found.pairs.iter().try_for_each(|pair| say(format_args!("pair        {pair}")))?;
     found.tuned.iter().try_for_each(|tuned| say(format_args!("sums        {tuned}")))?;
@@ -214,7 +225,8 @@ fn open(gpu: &Gpu, gpus: &[usize], dir: &Path, options: &ModelOptions) -> Result
     let drafter = open_drafter(options, &draft, &table, &config, Some((&weights, &checkpoint)), None)?;
     let has_drafter = drafter.is_some();
     let context = options.context.unwrap_or(CONTEXT).min(config.context);
-    let machine_options = Options { context, drafter, ngram: true, require_graphs: options.require_graphs, fail_capture: |_| false };
+    let machine_options =
+        Options { context, drafter, ngram: true, require_graphs: options.require_graphs, fail_capture: |_| false };
     let running = if gpus.len() > 1 {
         let mut setup = setup(options, gpus.to_vec(), config, Some(weights), machine_options);
         setup.collectives.measure = Measure::Anew;
@@ -300,7 +312,8 @@ impl Shape {
             tensors.push(("lm_head.weight".to_string(), vec![self.vocab, self.hidden]));
         }
         for layer in 0..N_LAYERS {
-            let mut add = |name: &str, shape: &[usize]| tensors.push((format!("model.layers.{layer}.{name}"), shape.to_vec()));
+            let mut add =
+                |name: &str, shape: &[usize]| tensors.push((format!("model.layers.{layer}.{name}"), shape.to_vec()));
             for (name, rows) in [("q", q), ("k", kv), ("v", kv)] {
                 add(&format!("self_attn.{name}_proj.weight"), &[rows, self.hidden]);
                 if self.model_type == "qwen2" {

@@ -1,4 +1,5 @@
-//! What a person or a script calls: one file per command, and what they share: options, loading, streams. answer.rs makes one answer.
+//! What a person or a script calls: one file per command, and what they share: options, loading, streams. answer.rs
+//! makes one answer.
 //!
 //! stdout carries the answer or JSON lines, nothing else; everything else goes through `tell` to stderr.
 pub mod answer;
@@ -150,7 +151,8 @@ impl Session {
         let dir = model_dir(options)?;
         let tokenizer = Tokenizer::open(&dir)?;
         let model = Model::load_from(&dir, options, Some(tokenizer.vocab_size()))?;
-        let mut end_ids: Vec<(u32, String)> = model.config.eos.iter().map(|&(id, source)| (id, source.to_string())).collect();
+        let mut end_ids: Vec<(u32, String)> =
+            model.config.eos.iter().map(|&(id, source)| (id, source.to_string())).collect();
         if let Some(eos) = tokenizer.eos_text_id() {
             match end_ids.iter_mut().find(|(id, _)| *id == eos) {
                 Some((_, source)) => source.push_str(" and tokenizer_config.json"),
@@ -183,7 +185,8 @@ impl Model {
         let start = Instant::now();
         let verbose = options.verbose > 0;
         cpu::compute_on_this_thread();
-        // Files that are absent or cut are found before a GPU is opened, a GPU that cannot run them before a weight is read.
+        // Files that are absent or cut are found before a GPU is opened, a GPU that cannot run them before a weight is
+        // read.
         let config = Config { fp8_dense: options.fp8_dense, ..Config::open(dir)? };
         let checkpoint = if options.random { None } else { Some(Checkpoint::open(dir, read(options))?) };
         let gpus = rank_gpus(options)?;
@@ -192,7 +195,9 @@ impl Model {
             bail!("--slice: expected --device cuda and one rank, whose share is measured alone");
         }
         let gpu = match options.device {
-            Device::Cpu if ranks.count > 1 => bail!("--device cpu: {} ranks are asked for, the CPU backend is one", ranks.count),
+            Device::Cpu if ranks.count > 1 => {
+                bail!("--device cpu: {} ranks are asked for, the CPU backend is one", ranks.count)
+            }
             Device::Cpu => Err("it was asked for".to_string()),
             Device::Auto if ranks.count == 1 => gpu::open(gpus[0]).map_err(|e| format!("{e:#}")),
             Device::Auto | Device::Cuda => Ok(gpu::open(gpus[0])?),
@@ -207,11 +212,14 @@ impl Model {
         let stored_target = weights.as_ref().zip(checkpoint.as_ref());
         let drafter = open_drafter(options, &draft, &table, &config, stored_target, tokens)?;
         let dtype = match &weights {
-            Some(w) => w.iter().find(|(_, w)| w.cols > 1).map(|(_, w)| w.dtype()).context("the model has no weights")?,
+            Some(w) => {
+                w.iter().find(|(_, w)| w.cols > 1).map(|(_, w)| w.dtype()).context("the model has no weights")?
+            }
             None => Dtype::Bf16,
         };
 
-        let mut decode = plan::target(&config, Pass::Verify { width: 1 }, options.slice.map_or(ranks, |slice| slice.ranks), &[])?;
+        let mut decode =
+            plan::target(&config, Pass::Verify { width: 1 }, options.slice.map_or(ranks, |slice| slice.ranks), &[])?;
         if let Some(slice) = options.slice {
             decode = decode.alone(slice.comm_us.is_some());
         }
@@ -234,12 +242,16 @@ impl Model {
                 Err(why) => tell(format_args!("device: cpu, since {why}")),
             }
             if ranks.count > 1 {
-                let places: Vec<String> = gpus.iter().enumerate().map(|(rank, gpu)| format!("{rank} on GPU {gpu}")).collect();
+                let places: Vec<String> =
+                    gpus.iter().enumerate().map(|(rank, gpu)| format!("{rank} on GPU {gpu}")).collect();
                 tell(format_args!("ranks: {}", places.join(", ")));
             }
             tell(format_args!("model: {} ({}), {stored}", dir.display(), config.arch));
             tell(format_args!("rope: {}", config.rope));
-            weights.iter().filter_map(|w| w.quantised()).for_each(|quantised| tell(format_args!("weights: {quantised}")));
+            weights
+                .iter()
+                .filter_map(|w| w.quantised())
+                .for_each(|quantised| tell(format_args!("weights: {quantised}")));
             if options.fp8_dense {
                 let format = crate::model::quant::FP8_DENSE;
                 tell(format_args!("weights: plain matrices of attention, dense layers, shared experts and the head become {format}: answers are not those of the stored numbers"));
@@ -258,7 +270,8 @@ impl Model {
         if options.verbose > 1 {
             tell(format_args!("{decode}"));
         }
-        let drafting = Drafting { eagle: drafter.is_some(), ngram: draft.ngram, fixed: options.draft_tokens, script: None };
+        let drafting =
+            Drafting { eagle: drafter.is_some(), ngram: draft.ngram, fixed: options.draft_tokens, script: None };
         let device = if gpu.is_ok() { "cuda" } else { "cpu" };
         let backend: Box<dyn Backend> = match gpu {
             Ok(gpu) => {
@@ -273,8 +286,11 @@ impl Model {
                 let mut bar = Progress::new();
                 let mut progress = |done, total| bar.show(done, total);
                 let (made, timings): (Box<dyn Backend>, _) = if ranks.count > 1 {
-                    let conductor =
-                        Conductor::new(setup(options, gpus, config.clone(), weights.clone(), machine_options), gpu, &mut progress)?;
+                    let conductor = Conductor::new(
+                        setup(options, gpus, config.clone(), weights.clone(), machine_options),
+                        gpu,
+                        &mut progress,
+                    )?;
                     let timings = conductor.first().timings;
                     let found = &conductor.links;
                     found.bad_pairs().for_each(|pair| tell(format_args!("warning: {pair}")));
@@ -291,7 +307,9 @@ impl Model {
                     (Box::new(conductor), timings)
                 } else {
                     let machine = match options.slice {
-                        Some(slice) => machine::Machine::slice(gpu, slice, config.clone(), source, machine_options, &mut progress)?,
+                        Some(slice) => {
+                            machine::Machine::slice(gpu, slice, config.clone(), source, machine_options, &mut progress)?
+                        }
                         None => machine::Machine::new(gpu, config.clone(), source, machine_options, &mut progress)?,
                     };
                     let timings = machine.timings;
@@ -313,13 +331,16 @@ impl Model {
                 made
             }
             Err(_) => {
-                let Some(weights) = weights else { bail!("--random: random weights are made on a GPU; use --device cuda") };
+                let Some(weights) = weights else {
+                    bail!("--random: random weights are made on a GPU; use --device cuda")
+                };
                 fetch(&weights)?;
                 drafter.iter().try_for_each(|drafter| fetch(&drafter.weights))?;
                 Box::new(cpu::Reference::new(config.clone(), weights, context, drafter, draft.ngram)?)
             }
         };
-        let mut name = dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
+        let mut name =
+            dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
         if let Some(slice) = options.slice {
             name += &format!(", rank {} of {} alone", slice.ranks.rank, slice.ranks.count);
             name += &slice.comm_us.map_or(String::new(), |us| format!(" with sums of {us} us"));
@@ -369,7 +390,10 @@ fn gpus_for(asked: &[usize], tp: Option<usize>, per_gpu: usize) -> Result<Vec<us
     }
     let count = gpus.len() * per_gpu;
     if let Some(tp) = tp.filter(|tp| *tp != count) {
-        bail!("--tp {tp}: expected {count}, which is {per_gpu} on each of {} GPUs; --gpus and --ranks-per-gpu set both", gpus.len());
+        bail!(
+            "--tp {tp}: expected {count}, which is {per_gpu} on each of {} GPUs; --gpus and --ranks-per-gpu set both",
+            gpus.len()
+        );
     }
     if count > COMM_MAX_RANKS {
         bail!("{count} ranks: at most {COMM_MAX_RANKS} are supported");
@@ -378,7 +402,13 @@ fn gpus_for(asked: &[usize], tp: Option<usize>, per_gpu: usize) -> Result<Vec<us
 }
 
 /// What all ranks are made of. Before their threads start: NCCL is set by the environment.
-fn setup(options: &ModelOptions, gpus: Vec<usize>, config: Config, weights: Option<Weights>, machine: machine::Options) -> Setup {
+fn setup(
+    options: &ModelOptions,
+    gpus: Vec<usize>,
+    config: Config,
+    weights: Option<Weights>,
+    machine: machine::Options,
+) -> Setup {
     if options.collective.is_none_or(Algorithm::needs_nccl) {
         let settings = nccl::configure(options.ranks_per_gpu > 1);
         if options.collective.is_some() || options.verbose > 0 {
@@ -387,7 +417,9 @@ fn setup(options: &ModelOptions, gpus: Vec<usize>, config: Config, weights: Opti
         }
     }
     if options.collective == Some(Algorithm::NcclAllReduce) {
-        tell(format_args!("warning: --collective nccl-allreduce: the text may depend on how many drafts are verified together"));
+        tell(format_args!(
+            "warning: --collective nccl-allreduce: the text may depend on how many drafts are verified together"
+        ));
     }
     let collectives = Collectives {
         algorithm: options.collective,
@@ -406,7 +438,15 @@ fn setup(options: &ModelOptions, gpus: Vec<usize>, config: Config, weights: Opti
             signal::leave(error::exit_code(error))
         },
     };
-    Setup { gpus, open: Box::new(move |rank| gpu::open(places[rank])), collectives, config, weights, options: machine, last_resort }
+    Setup {
+        gpus,
+        open: Box::new(move |rank| gpu::open(places[rank])),
+        collectives,
+        config,
+        weights,
+        options: machine,
+        last_resort,
+    }
 }
 
 fn model_dir(options: &ModelOptions) -> Result<PathBuf> {
@@ -449,7 +489,10 @@ fn open_drafter(
         (None, Some((weights, checkpoint))) if draft.mtp => DraftModel::mtp(table, config, weights, checkpoint)?,
         (None, None) if draft.mtp => DraftModel::random_mtp(config)?,
         (None, _) => {
-            ensure!(options.draft_vocab.is_none(), "--draft-vocab: expected a drafter, found none; give --draft DIR or mtp");
+            ensure!(
+                options.draft_vocab.is_none(),
+                "--draft-vocab: expected a drafter, found none; give --draft DIR or mtp"
+            );
             return Ok(None);
         }
     };
@@ -465,8 +508,8 @@ fn default_draft(dir: &Path, drafts: bool) -> Draft {
     Draft { dir: beside.filter(|dir| drafts && dir.is_dir()), mtp: false, ngram: false }
 }
 
-/// Tokens of the context: what was asked for, else the model's as far as `most_kv` bytes go; `row_bytes` is one token in the KV
-/// cache, which must fit into `available` bytes.
+/// Tokens of the context: what was asked for, else the model's as far as `most_kv` bytes go; `row_bytes` is one token
+/// in the KV cache, which must fit into `available` bytes.
 fn context(asked: Option<usize>, model: usize, row_bytes: u64, most_kv: u64, available: Option<u64>) -> Result<usize> {
     let context = match asked {
         Some(n) if (1..=model).contains(&n) => n,
@@ -579,7 +622,10 @@ fn text(mut bytes: Vec<u8>, start: usize) -> Result<String> {
     }
     String::from_utf8(bytes).map_err(|error| {
         let at = start + skipped + error.utf8_error().valid_up_to();
-        anyhow::anyhow!("stdin: expected UTF-8, found byte 0x{:02x} at offset {at}", error.as_bytes()[at - start - skipped])
+        anyhow::anyhow!(
+            "stdin: expected UTF-8, found byte 0x{:02x} at offset {at}",
+            error.as_bytes()[at - start - skipped]
+        )
     })
 }
 
@@ -611,7 +657,10 @@ mod tests {
         let ok = |s: &str| Ok(s.to_string());
         assert_eq!(all(b""), []);
         assert_eq!(all(b"hi"), [ok("hi")]);
-        assert_eq!(all("\u{feff}a\r\n\nb\u{feff}\r\nc\rd\n".as_bytes()), [ok("a"), ok(""), ok("b\u{feff}"), ok("c\rd")]);
+        assert_eq!(
+            all("\u{feff}a\r\n\nb\u{feff}\r\nc\rd\n".as_bytes()),
+            [ok("a"), ok(""), ok("b\u{feff}"), ok("c\rd")]
+        );
         assert_eq!(all(b"a\0b\n"), [ok("a\0b")]);
         let bad = |byte: &str, at: usize| Err(format!("stdin: expected UTF-8, found byte 0x{byte} at offset {at}"));
         assert_eq!(all(b"ab\n\xffc\nd\n"), [ok("ab"), bad("ff", 3), ok("d")]);
@@ -642,7 +691,10 @@ mod tests {
         assert_eq!(context(None, 131_072, 262_144, DEFAULT_KV_BYTES, None).unwrap(), 4096);
         assert_eq!(context(Some(100), 8192, 46_080, DEFAULT_KV_BYTES, None).unwrap(), 100);
         for bad in [0, 8193] {
-            assert!(context(Some(bad), 8192, 46_080, DEFAULT_KV_BYTES, None).unwrap_err().to_string().contains("from 1 to 8192"));
+            assert!(context(Some(bad), 8192, 46_080, DEFAULT_KV_BYTES, None)
+                .unwrap_err()
+                .to_string()
+                .contains("from 1 to 8192"));
         }
         let error = context(Some(1 << 40), 1 << 40, 1 << 20, DEFAULT_KV_BYTES, Some(1 << 34)).unwrap_err();
         assert_eq!(crate::error::exit_code(&error), crate::error::MACHINE, "{error}");

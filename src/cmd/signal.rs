@@ -1,7 +1,8 @@
-//! Ctrl-C and SIGTERM. While an answer is made the first Ctrl-C only raises a flag; at any other time, and the second time, it leaves.
+//! Ctrl-C and SIGTERM. While an answer is made the first Ctrl-C only raises a flag; at any other time, and the second
+//! time, it leaves.
 //!
-//! The handlers touch atomics, restore the terminal if a line was being edited, and `_exit`: all that a signal handler may do. The
-//! system takes back memory, GPU memory included.
+//! The handlers touch atomics, restore the terminal if a line was being edited, and `_exit`: all that a signal handler
+//! may do. The system takes back memory, GPU memory included.
 use crate::error;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::OnceLock;
@@ -14,7 +15,8 @@ static COOKED: OnceLock<libc::termios> = OnceLock::new();
 /// Once, at the start of the program.
 pub fn install() {
     for (signal, handler) in [(libc::SIGINT, on_interrupt as *const ()), (libc::SIGTERM, on_terminate as *const ())] {
-        // SAFETY: an all-zero sigaction is a valid one (no flags, empty mask), and the handlers only do what signal handlers may.
+        // SAFETY: an all-zero sigaction is a valid one (no flags, empty mask), and the handlers only do what signal
+        // handlers may.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = handler as usize;
@@ -23,7 +25,8 @@ pub fn install() {
     }
 }
 
-/// From here until it is dropped an answer is being made: the first Ctrl-C makes `interrupted` true, the next one leaves.
+/// From here until it is dropped an answer is being made: the first Ctrl-C makes `interrupted` true, the next one
+/// leaves.
 pub struct Answering(());
 
 impl Answering {

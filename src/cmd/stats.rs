@@ -44,8 +44,8 @@ pub fn pass_bytes(model: &Model, prompt: usize, answer: &Answer) -> f64 {
     model.decode.bytes(prompt + answer.tokens.len() / 2, model.storage) as f64
 }
 
-/// `38 tokens, 312.4 tok/s (p50 3.18 ms, p99 3.40 ms), 4.10 TB/s; prompt 512 tokens in 41 ms`; with drafting the accept length instead of
-/// the bytes, which are those of plain decoding.
+/// `38 tokens, 312.4 tok/s (p50 3.18 ms, p99 3.40 ms), 4.10 TB/s; prompt 512 tokens in 41 ms`; with drafting the accept
+/// length instead of the bytes, which are those of plain decoding.
 pub fn line(model: &Model, prompt: usize, answer: &Answer, statistics: Option<&Statistics>) -> String {
     let mut line = format!("{} tokens", answer.tokens.len());
     let samples = token_ms(answer);

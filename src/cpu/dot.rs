@@ -1,7 +1,9 @@
-//! Inner products of stored weights (bf16, f16, f32, and quantised ones as the f32 numbers that they stand for) with f32 activations, in the order that "Where bits come from" fixes.
+//! Inner products of stored weights (bf16, f16, f32, and quantised ones as the f32 numbers that they stand for) with
+//! f32 activations, in the order that "Where bits come from" fixes.
 //!
-//! K is cut into segments (`segment_len`); 16 lanes sum inside a segment, segments are added in order, lanes last. The result is the same
-//! for one token and for many, and for every instruction set: AVX2 only makes it faster (no fused multiply-add).
+//! K is cut into segments (`segment_len`); 16 lanes sum inside a segment, segments are added in order, lanes last. The
+//! result is the same for one token and for many, and for every instruction set: AVX2 only makes it faster (no fused
+//! multiply-add).
 use crate::model::checkpoint::{Dtype, Tensor};
 use crate::model::quant::{Block, Format, E4M3};
 use crate::model::weights::Weight;
@@ -84,7 +86,9 @@ impl<'a> Numbers<'a> {
         let n = out.len();
         match self {
             Numbers::Bf16(w) => out.iter_mut().zip(&w[first..first + n]).for_each(|(o, &w)| *o = bf16_to_f32(w)),
-            Numbers::F16(w) => out.iter_mut().zip(&w[first..first + n]).for_each(|(o, &w)| *o = f16::from_bits(w).to_f32()),
+            Numbers::F16(w) => {
+                out.iter_mut().zip(&w[first..first + n]).for_each(|(o, &w)| *o = f16::from_bits(w).to_f32())
+            }
             Numbers::F32(w) => out.copy_from_slice(&w[first..first + n]),
             Numbers::Quantised(w) => w.copy(first, out),
         }
@@ -186,7 +190,8 @@ fn tile_portable<W: Stored, const T: usize>(w: &[W], x: [&[f32]; T]) -> [f32; T]
     })
 }
 
-/// `tile_portable` with its 16 lanes in two registers. By hand, because the compiler does not keep T sets of lanes in registers by itself.
+/// `tile_portable` with its 16 lanes in two registers. By hand, because the compiler does not keep T sets of lanes in
+/// registers by itself.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 unsafe fn tile_avx2<W: Stored, const T: usize>(w: &[W], x: [&[f32]; T]) -> [f32; T] {
@@ -201,7 +206,8 @@ unsafe fn tile_avx2<W: Stored, const T: usize>(w: &[W], x: [&[f32]; T]) -> [f32;
             let w = [W::eight(w.as_ptr().add(i)), W::eight(w.as_ptr().add(i + 8))];
             for t in 0..T {
                 for h in 0..2 {
-                    sum[t][h] = _mm256_add_ps(sum[t][h], _mm256_mul_ps(w[h], _mm256_loadu_ps(x[t].as_ptr().add(i + 8 * h))));
+                    sum[t][h] =
+                        _mm256_add_ps(sum[t][h], _mm256_mul_ps(w[h], _mm256_loadu_ps(x[t].as_ptr().add(i + 8 * h))));
                 }
             }
             i += LANES;

@@ -1,5 +1,5 @@
-//! Feed-forward layers of experts: who computes a row, and the sum of what they say. Every expert's weights meet all of its rows at once;
-//! a row adds its experts in ascending order and the shared one last, whichever other rows there are.
+//! Feed-forward layers of experts: who computes a row, and the sum of what they say. Every expert's weights meet all of
+//! its rows at once; a row adds its experts in ascending order and the shared one last, whichever other rows there are.
 use super::dot::Numbers;
 use super::reference::{products, Rank, Rows, Scaled};
 use crate::model::config::{Routing, Scoring};
@@ -71,14 +71,28 @@ impl Rank {
         let weight = weights.get(m.down);
         let slices = self.slices(weight)?;
         for (expert, slots) in self.slots(plan, m, rows) {
-            let x = slots.iter().flat_map(|(r, slot)| &act[r * width + slot * m.expert_dim..][..m.expert_dim]).copied().collect();
+            let x = slots
+                .iter()
+                .flat_map(|(r, slot)| &act[r * width + slot * m.expert_dim..][..m.expert_dim])
+                .copied()
+                .collect();
             let input = Scaled { x, inv: vec![1.0; slots.len()], dim: m.expert_dim };
             let mut sums = vec![0.0; m.n * slots.len()];
-            products(&Numbers::of_part(weight, expert)?, weight.cols, &slices[expert], &[input], slots.len(), &mut sums);
+            products(
+                &Numbers::of_part(weight, expert)?,
+                weight.cols,
+                &slices[expert],
+                &[input],
+                slots.len(),
+                &mut sums,
+            );
             for (i, (r, slot)) in slots.iter().enumerate() {
                 let share = routes[r * 2 * m.top_k + m.top_k + slot];
                 let total = &mut total[r * m.n..][..m.n];
-                total.iter_mut().zip(sums.chunks_exact(slots.len())).for_each(|(total, sums)| *total += share * sums[i]);
+                total
+                    .iter_mut()
+                    .zip(sums.chunks_exact(slots.len()))
+                    .for_each(|(total, sums)| *total += share * sums[i]);
             }
         }
         if let Some(shared) = &m.shared {
@@ -125,7 +139,8 @@ impl Rank {
     }
 }
 
-/// silu(gate) * up of some rows, [rows, dim]: of one expert, whose gate and up are the parts 2 * expert and 2 * expert + 1.
+/// silu(gate) * up of some rows, [rows, dim]: of one expert, whose gate and up are the parts 2 * expert and 2 * expert
+/// + 1.
 fn gated(weight: &Weight, slices: &[Slice], expert: usize, input: &Scaled, rows: &[usize]) -> Result<Vec<f32>> {
     let n = rows.len();
     let of = |r: &usize| &input.x[r * input.dim..][..input.dim];
@@ -143,8 +158,8 @@ fn gated(weight: &Weight, slices: &[Slice], expert: usize, input: &Scaled, rows:
     Ok(out)
 }
 
-/// The experts of one row and their weights, by ascending expert, and by how much the last of them or of their groups is better than the first that was left
-/// out. Ties go to the lower one.
+/// The experts of one row and their weights, by ascending expert, and by how much the last of them or of their groups
+/// is better than the first that was left out. Ties go to the lower one.
 fn choose(logits: &[f32], bias: Option<&[f32]>, routing: &Routing) -> (Vec<(usize, f32)>, f32) {
     let scores: Vec<f32> = match routing.scoring {
         Scoring::Sigmoid => logits.iter().map(|l| 1.0 / (1.0 + (-l).exp())).collect(),

@@ -1,6 +1,6 @@
-//! Latent attention in its absorbed form. With c the normalised latent of a position and k its rotated key, a head's key is
-//! [W_UK c | k] and its value W_UV c; so its score is (W_UK^T q) c + q_rope k, and what it attends to is W_UV (sum of weights times c):
-//! the cache holds [c | k] and nothing of any head.
+//! Latent attention in its absorbed form. With c the normalised latent of a position and k its rotated key, a head's
+//! key is [W_UK c | k] and its value W_UV c; so its score is (W_UK^T q) c + q_rope k, and what it attends to is W_UV
+//! (sum of weights times c): the cache holds [c | k] and nothing of any head.
 use super::dot::{self, Numbers};
 use super::reference::{attend, Cache, DraftState, Rank, Rotary, Rows};
 use crate::model::plan::{LatentAttention, Owner, Plan};
@@ -85,7 +85,13 @@ impl Rank {
     }
 
     /// attended = softmax(scale * absorbed x cache rows) x latents
-    pub(super) fn latent_attend(&mut self, drafter: Option<&mut DraftState>, plan: &Plan, a: &LatentAttention, at: Rows) {
+    pub(super) fn latent_attend(
+        &mut self,
+        drafter: Option<&mut DraftState>,
+        plan: &Plan,
+        a: &LatentAttention,
+        at: Rows,
+    ) {
         let d = a.dims;
         let rows = at.count(plan.buffer(a.attended).rows);
         let position = at.start(a.tokens);
@@ -93,10 +99,12 @@ impl Rank {
         let mut attended = vec![0.0; rows * a.n_heads * d.kv_rank];
         let cache = &*self.latent_cache(a.owner, drafter);
         let start = cache.at(a.layer, 0);
-        attended.par_chunks_exact_mut(d.kv_rank).zip(absorbed.par_chunks_exact(d.row_dim())).enumerate().for_each(|(i, (out, q))| {
-            let keys = &cache.keys[start..start + (position + i / a.n_heads + 1) * d.row_dim()];
-            attend(q, a.scale, keys, keys, d.row_dim(), out);
-        });
+        attended.par_chunks_exact_mut(d.kv_rank).zip(absorbed.par_chunks_exact(d.row_dim())).enumerate().for_each(
+            |(i, (out, q))| {
+                let keys = &cache.keys[start..start + (position + i / a.n_heads + 1) * d.row_dim()];
+                attend(q, a.scale, keys, keys, d.row_dim(), out);
+            },
+        );
         self.buffer_mut(plan, a.attended)[..attended.len()].copy_from_slice(&attended);
     }
 

@@ -1,16 +1,19 @@
-//! The f32 arm of every Step, weights read in place from the checkpoint: the oracle for the kernels, and the backend of machines
-//! without a GPU.
+//! The f32 arm of every Step, weights read in place from the checkpoint: the oracle for the kernels, and the backend of
+//! machines without a GPU.
 //!
-//! It follows "Where bits come from" (ARCHITECTURE.md): a linear layer sums inside fixed segments of K and then over segments, attention
-//! finishes fixed chunks of positions and folds them in ascending order. A row's bits therefore depend on its own token, its position and
-//! the weights, never on how many rows share the pass. The inner products are in dot.rs.
+//! It follows "Where bits come from" (ARCHITECTURE.md): a linear layer sums inside fixed segments of K and then over
+//! segments, attention finishes fixed chunks of positions and folds them in ascending order. A row's bits therefore
+//! depend on its own token, its position and the weights, never on how many rows share the pass. The inner products are
+//! in dot.rs.
 use super::dot::{self, Numbers};
 use crate::decode::policy::Costs;
 use crate::decode::sample::{greedy, gumbel};
 use crate::decode::{draft_ngram, Backend, Counters, Limits, Record, Sampling, Sequence, StepTime, MAX_DRAFTS};
 use crate::model::config::{Config, Rope};
 use crate::model::draft::DraftModel;
-use crate::model::plan::{self, Attention, BufferId, BufferKind, Epilogue, Linear, Owner, Pass, Plan, Ranks, Step, Storage, Tokens};
+use crate::model::plan::{
+    self, Attention, BufferId, BufferKind, Epilogue, Linear, Owner, Pass, Plan, Ranks, Step, Storage, Tokens,
+};
 use crate::model::plan::{Tap, FEATURE_ROWS, MAX_WIDTH};
 use crate::model::quant::check_scales;
 use crate::model::weights::{Slice, Weight, WeightId, Weights};
@@ -23,7 +26,8 @@ use std::time::Instant;
 /// Rows of one prefill call: enough that a weight row is read once for many tokens, small enough to stop on Ctrl-C.
 const PREFILL_ROWS: usize = 64;
 
-/// Rows without drafting after which the drafter's cache is brought up: far below FEATURE_ROWS, and a batch is cheaper than single rows.
+/// Rows without drafting after which the drafter's cache is brought up: far below FEATURE_ROWS, and a batch is cheaper
+/// than single rows.
 const CATCH_UP: usize = 16;
 
 /// What the CPU stores: weights as the checkpoint has them (two bytes for bf16), f32 keys and values.
@@ -57,7 +61,8 @@ pub(super) struct Rank {
     pub(super) ranks: Ranks,
     /// Norm weights and biases as f32.
     pub(super) vectors: BTreeMap<WeightId, Vec<f32>>,
-    /// Activations by buffer name, [rows, dim] of the widest plan so far. Features are a ring of FEATURE_ROWS rows by position.
+    /// Activations by buffer name, [rows, dim] of the widest plan so far. Features are a ring of FEATURE_ROWS rows by
+    /// position.
     pub(super) buffers: BTreeMap<&'static str, Vec<f32>>,
     pub(super) cache: Cache,
     /// Of each router of the last pass, see `Reference::margins`.
@@ -148,11 +153,18 @@ impl Rows<'_> {
 
 impl Reference {
     /// `context` is the most tokens of prompt and output.
-    pub fn new(config: Config, weights: Weights, context: usize, drafter: Option<DraftModel>, ngram: bool) -> Result<Reference> {
+    pub fn new(
+        config: Config,
+        weights: Weights,
+        context: usize,
+        drafter: Option<DraftModel>,
+        ngram: bool,
+    ) -> Result<Reference> {
         Reference::of_ranks(config, weights, context, drafter, ngram, Ranks::ONE)
     }
 
-    /// The same arithmetic as `ranks.count` ranks do it, each with its part of the weights; `run` and `kv` show rank `ranks.rank`.
+    /// The same arithmetic as `ranks.count` ranks do it, each with its part of the weights; `run` and `kv` show rank
+    /// `ranks.rank`.
     pub fn of_ranks(
         config: Config,
         mut weights: Weights,
@@ -174,9 +186,16 @@ impl Reference {
         let rank = |rank| -> Result<Rank> {
             let ranks = Ranks { rank, ..ranks };
             let kv = plan::target(&config, Pass::Verify { width: 1 }, ranks, &[])?.kv;
-            let vectors = weights.iter().filter(|(_, w)| w.cols == 1).map(|(id, w)| Ok((id, floats(w, ranks.of(id.role))?)));
+            let vectors =
+                weights.iter().filter(|(_, w)| w.cols == 1).map(|(id, w)| Ok((id, floats(w, ranks.of(id.role))?)));
             let (buffers, margins) = (BTreeMap::new(), Vec::new());
-            Ok(Rank { ranks, vectors: vectors.collect::<Result<_>>()?, buffers, cache: Cache::new(kv, capacity), margins })
+            Ok(Rank {
+                ranks,
+                vectors: vectors.collect::<Result<_>>()?,
+                buffers,
+                cache: Cache::new(kv, capacity),
+                margins,
+            })
         };
         let all = (0..ranks.count).map(rank).collect::<Result<Vec<Rank>>>()?;
         check_scales(&weights)?;
@@ -208,10 +227,14 @@ impl Reference {
         }
         let taps = self.drafter.as_ref().map_or(&[][..], |d| &d.shape.taps);
         let plans = match (pass, &self.drafter) {
-            (Pass::Prefill { .. } | Pass::Verify { .. }, _) => {
-                self.ranks.iter().map(|rank| plan::target(&self.config, pass, rank.ranks, taps)).collect::<Result<Vec<Plan>>>()?
+            (Pass::Prefill { .. } | Pass::Verify { .. }, _) => self
+                .ranks
+                .iter()
+                .map(|rank| plan::target(&self.config, pass, rank.ranks, taps))
+                .collect::<Result<Vec<Plan>>>()?,
+            (Pass::DraftPrefill { .. } | Pass::Draft { .. }, Some(d)) => {
+                vec![plan::drafter(&d.shape, pass, Ranks::ONE)?]
             }
-            (Pass::DraftPrefill { .. } | Pass::Draft { .. }, Some(d)) => vec![plan::drafter(&d.shape, pass, Ranks::ONE)?],
             (Pass::DraftPrefill { .. } | Pass::Draft { .. }, None) => bail!("no drafter is loaded"),
         };
         for (rank, plan) in self.ranks.iter_mut().zip(&plans) {
@@ -228,13 +251,24 @@ impl Reference {
         Ok(plans)
     }
 
-    /// Runs every step of a pass but `Accept` over `tokens` at positions `position ..` (drafter passes: the tokens after those of the
-    /// features), and shows each step's output to `observe`, which may change it: the step, its output [rows, dim] and dim.
-    pub fn run(&mut self, pass: Pass, tokens: &[u32], position: usize, observe: &mut dyn FnMut(&Step, &mut [f32], usize)) -> Result<()> {
+    /// Runs every step of a pass but `Accept` over `tokens` at positions `position ..` (drafter passes: the tokens
+    /// after those of the features), and shows each step's output to `observe`, which may change it: the step, its
+    /// output [rows, dim] and dim.
+    pub fn run(
+        &mut self,
+        pass: Pass,
+        tokens: &[u32],
+        position: usize,
+        observe: &mut dyn FnMut(&Step, &mut [f32], usize),
+    ) -> Result<()> {
         let plans = self.plans(pass)?;
         let capacity = self.ranks[0].cache.capacity;
         if tokens.is_empty() || tokens.len() > plans[0].rows() || position + tokens.len() > capacity {
-            bail!("{} rows at position {position}: the plan has {} rows, the cache {capacity}", tokens.len(), plans[0].rows());
+            bail!(
+                "{} rows at position {position}: the plan has {} rows, the cache {capacity}",
+                tokens.len(),
+                plans[0].rows()
+            );
         }
         let rows = Rows { tokens, position };
         let shown = self.shown.min(plans.len() - 1);
@@ -263,7 +297,8 @@ impl Reference {
             if plans.len() > 1 && matches!(buffer.kind, BufferKind::Stream | BufferKind::Routes) {
                 let numbers = numbers[..n].to_vec();
                 self.ranks.iter_mut().for_each(|rank| {
-                    rank.buffers.get_mut(buffer.name).expect("ranks have the same buffers")[..n].copy_from_slice(&numbers)
+                    rank.buffers.get_mut(buffer.name).expect("ranks have the same buffers")[..n]
+                        .copy_from_slice(&numbers)
                 });
             }
         }
@@ -334,7 +369,9 @@ impl Reference {
 
     /// x += the partial sums of all ranks in their order, on every rank; the buffer of x.
     fn all_reduce(&mut self, plans: &[Plan], i: usize, at: Rows) -> BufferId {
-        let Step::AllReduce { partial, x, dim, bias, tap } = plans[0].steps[i] else { unreachable!("called for AllReduce only") };
+        let Step::AllReduce { partial, x, dim, bias, tap } = plans[0].steps[i] else {
+            unreachable!("called for AllReduce only")
+        };
         let rows = at.count(plans[0].buffer(x).rows);
         let mut sums = vec![0.0; rows * dim];
         for (rank, plan) in self.ranks.iter().zip(plans) {
@@ -370,8 +407,8 @@ impl Reference {
         &self.logits[..rows * self.config.vocab]
     }
 
-    /// Keys then values of one layer and KV head for positions `0 .. length`, [length, head_dim] each; heads of the rank that is shown.
-    /// With latent attention the rows of the cache, and no values.
+    /// Keys then values of one layer and KV head for positions `0 .. length`, [length, head_dim] each; heads of the
+    /// rank that is shown. With latent attention the rows of the cache, and no values.
     pub fn kv(&self, owner: Owner, layer: usize, head: usize, length: usize) -> (&[f32], &[f32]) {
         let cache = match owner {
             Owner::Target => &self.ranks[self.shown].cache,
@@ -395,12 +432,14 @@ impl Reference {
         &self.drafts
     }
 
-    /// For each router of the last pass and each of its rows, by how much scores would have to change for another choice of experts.
+    /// For each router of the last pass and each of its rows, by how much scores would have to change for another
+    /// choice of experts.
     pub fn margins(&self) -> &[Vec<f32>] {
         &self.ranks[self.shown].margins
     }
 
-    /// Claims that the drafter has `length` rows, whatever its cache holds there: tests show with it what rows left from drafting cost.
+    /// Claims that the drafter has `length` rows, whatever its cache holds there: tests show with it what rows left
+    /// from drafting cost.
     pub fn assume_drafted(&mut self, length: usize) {
         if let Some(d) = &mut self.drafter {
             d.length = length;
@@ -412,8 +451,8 @@ impl Reference {
         self.ranks[0].buffers.get_mut("features").expect("a drafter is loaded")
     }
 
-    /// The best token of one row of the drafter's logits, with the noise of its position: where the drafter agrees with the target, both
-    /// then choose the same token at any temperature.
+    /// The best token of one row of the drafter's logits, with the noise of its position: where the drafter agrees with
+    /// the target, both then choose the same token at any temperature.
     fn draft_token(&self, logits: &[f32], draft: usize) -> Result<u32> {
         let sequence = self.sequence.as_ref().context("no sequence was begun")?;
         let sampling = &sequence.sampling;
@@ -452,7 +491,9 @@ impl Reference {
 
     /// Draft-extend over the rows that the drafter lacks, then the steps.
     fn run_queued_draft(&mut self) -> Result<()> {
-        let (Some(drafts), Some(sequence), Some(d)) = (self.queued_draft.take(), &self.sequence, &self.drafter) else { return Ok(()) };
+        let (Some(drafts), Some(sequence), Some(d)) = (self.queued_draft.take(), &self.sequence, &self.drafter) else {
+            return Ok(());
+        };
         if sequence.end.is_some() {
             return Ok(());
         }
@@ -498,7 +539,15 @@ impl Rank {
         self.buffers.get_mut(plan.buffer(id).name).expect("buffers of a plan exist")
     }
 
-    fn embed(&mut self, weights: &Weights, plan: &Plan, table: WeightId, tokens: &[u32], out: BufferId, dim: usize) -> Result<()> {
+    fn embed(
+        &mut self,
+        weights: &Weights,
+        plan: &Plan,
+        table: WeightId,
+        tokens: &[u32],
+        out: BufferId,
+        dim: usize,
+    ) -> Result<()> {
         let numbers = Numbers::of(&weights.get(table).parts[0])?;
         for (row, &token) in self.buffer_mut(plan, out).chunks_exact_mut(dim).zip(tokens) {
             numbers.copy(token as usize * dim, row);
@@ -507,7 +556,16 @@ impl Rank {
     }
 
     #[allow(clippy::too_many_arguments)]
-    fn norm(&mut self, plan: &Plan, x: BufferId, column: usize, weight: WeightId, out: BufferId, dim: usize, rows: Rows) {
+    fn norm(
+        &mut self,
+        plan: &Plan,
+        x: BufferId,
+        column: usize,
+        weight: WeightId,
+        out: BufferId,
+        dim: usize,
+        rows: Rows,
+    ) {
         let n = rows.count(plan.buffer(out).rows);
         let normed = self.scaled_input(plan, x, column, dim, Some(weight), rows, n);
         let stride = plan.buffer(out).dim;
@@ -542,7 +600,8 @@ impl Rank {
             match weight {
                 None => x.extend_from_slice(row),
                 Some(weight) => {
-                    *inv = 1.0 / (dot::sum_of_squares(row) / dim as f32 + plan.eps(norm.expect("a weight of one"))).sqrt();
+                    *inv =
+                        1.0 / (dot::sum_of_squares(row) / dim as f32 + plan.eps(norm.expect("a weight of one"))).sqrt();
                     x.extend(row.iter().zip(weight).map(|(x, w)| x * w));
                 }
             }
@@ -558,7 +617,8 @@ impl Rank {
         | Epilogue::Partial { out }
         | Epilogue::Logits { out }) = linear.epilogue;
         let rows = at.count(plan.buffer(out).rows);
-        let inputs: Vec<Scaled> = linear.inputs.iter().map(|i| self.scaled_input(plan, i.x, 0, i.dim, i.norm, at, rows)).collect();
+        let inputs: Vec<Scaled> =
+            linear.inputs.iter().map(|i| self.scaled_input(plan, i.x, 0, i.dim, i.norm, at, rows)).collect();
         // [n, rows]: one weight row meets every token while it is in the cache.
         let mut sums = vec![0.0f32; linear.n * rows];
         let mut first = 0;
@@ -653,13 +713,15 @@ impl Rank {
         let out = self.buffers.get_mut(plan.buffer(a.out).name).expect("buffers of a plan exist");
         // Short contexts are done before another thread has woken.
         let heads_a_task = (1 << 17) / ((position + rows) * dim * 2) + 1;
-        out[..rows * a.n_heads * dim].par_chunks_exact_mut(dim).enumerate().with_min_len(heads_a_task).for_each(|(i, out)| {
-            let (r, head) = (i / a.n_heads, i % a.n_heads);
-            let q = &qkv[r * width + head * dim..][..dim];
-            let at = cache.at(a.layer, head / group);
-            let n = (position + r + 1) * dim;
-            attend(q, 1.0 / (dim as f32).sqrt(), &cache.keys[at..at + n], &cache.values[at..at + n], dim, out);
-        });
+        out[..rows * a.n_heads * dim].par_chunks_exact_mut(dim).enumerate().with_min_len(heads_a_task).for_each(
+            |(i, out)| {
+                let (r, head) = (i / a.n_heads, i % a.n_heads);
+                let q = &qkv[r * width + head * dim..][..dim];
+                let at = cache.at(a.layer, head / group);
+                let n = (position + r + 1) * dim;
+                attend(q, 1.0 / (dim as f32).sqrt(), &cache.keys[at..at + n], &cache.values[at..at + n], dim, out);
+            },
+        );
     }
 }
 
@@ -684,7 +746,8 @@ pub(super) fn products(weight: &Numbers, cols: usize, slice: &Slice, inputs: &[S
     });
 }
 
-/// Softmax attention of one query over `keys` [positions, dim] and the values, the first numbers of rows of `stride`, chunk by chunk.
+/// Softmax attention of one query over `keys` [positions, dim] and the values, the first numbers of rows of `stride`,
+/// chunk by chunk.
 pub(super) fn attend(q: &[f32], scale: f32, keys: &[f32], values: &[f32], stride: usize, out: &mut [f32]) {
     let dim = q.len();
     let positions = keys.len() / dim;
@@ -819,12 +882,14 @@ impl Backend for Reference {
                 costs.verify[0] = best(self.time_verify(1, 0, 2)?);
             }
             let (from, to) = (costs.verify[low - 1], best(self.time_verify(high, 0, 2)?));
-            (low + 1..=high).for_each(|w| costs.verify[w - 1] = from + (to - from) * (w - low) as f64 / (high - low) as f64);
+            (low + 1..=high)
+                .for_each(|w| costs.verify[w - 1] = from + (to - from) * (w - low) as f64 / (high - low) as f64);
         }
         if self.drafter.is_some() {
             // Two rows of draft-extend are what a cycle usually has.
             let tokens = self.begin_timing()?;
-            let mut draft = |drafts| self.time(Pass::Draft { width: MAX_DRAFTS + 1, drafts }, &tokens[..2], 0, 2).map(best);
+            let mut draft =
+                |drafts| self.time(Pass::Draft { width: MAX_DRAFTS + 1, drafts }, &tokens[..2], 0, 2).map(best);
             let (one, most) = (draft(1)?, draft(MAX_DRAFTS)?);
             costs.draft = std::array::from_fn(|i| one + (most - one) * i as f64 / (MAX_DRAFTS - 1) as f64);
         }

@@ -13,8 +13,8 @@ pub struct Match {
     pub drafts: Vec<u32>,
 }
 
-/// Up to `k` drafts for the token after `history`: the continuation of the longest suffix (MIN_NGRAM to MAX_NGRAM tokens) that stands
-/// earlier in it; of equally long ones the most recent. Without a match there are no drafts.
+/// Up to `k` drafts for the token after `history`: the continuation of the longest suffix (MIN_NGRAM to MAX_NGRAM
+/// tokens) that stands earlier in it; of equally long ones the most recent. Without a match there are no drafts.
 pub fn search(history: &[u32], k: usize) -> Match {
     let n = history.len();
     let mut best = Match::default();

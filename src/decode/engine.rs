@@ -1,7 +1,8 @@
-//! The host side of decoding: what is reused of the cache, prefill in chunks, passes queued and their records read, ends.
+//! The host side of decoding: what is reused of the cache, prefill in chunks, passes queued and their records read,
+//! ends.
 //!
-//! The engine knows tokens only; text, stop strings and terminals are the caller's, who sees each block of tokens and may stop. What a
-//! pass computes is the backend's: the f32 reference or CUDA graphs.
+//! The engine knows tokens only; text, stop strings and terminals are the caller's, who sees each block of tokens and
+//! may stop. What a pass computes is the backend's: the f32 reference or CUDA graphs.
 use super::policy::Costs;
 use super::sample::Sampling;
 use super::sequence::{End, Limits, Record};
@@ -10,7 +11,8 @@ use anyhow::{bail, Result};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// Something that holds a model and its caches and can run passes. Two implementations: cpu::Reference and gpu::Machine.
+/// Something that holds a model and its caches and can run passes. Two implementations: cpu::Reference and
+/// gpu::Machine.
 pub trait Backend {
     /// Most tokens of prompt and output together.
     fn context(&self) -> usize;
@@ -29,15 +31,19 @@ pub trait Backend {
     fn draft(&mut self, drafts: usize) -> Result<()>;
     /// Sets the drafts of the next verify pass by hand.
     fn set_drafts(&mut self, drafts: &[u32]) -> Result<()>;
-    /// Times of every verify and draft pass, measured on distinct random tokens. The cache must be unused: its contents are lost.
+    /// Times of every verify and draft pass, measured on distinct random tokens. The cache must be unused: its contents
+    /// are lost.
     fn measure(&mut self) -> Result<Costs>;
-    /// Milliseconds of `n` verify passes of this width over distinct random tokens with `depth` rows in the cache, whose contents are lost.
+    /// Milliseconds of `n` verify passes of this width over distinct random tokens with `depth` rows in the cache,
+    /// whose contents are lost.
     fn time_verify(&mut self, width: usize, depth: usize, n: usize) -> Result<Vec<f64>>;
-    /// How many experts a layer reads in such a pass, on average; None where there are none, or nobody counts. The cache's contents are lost.
+    /// How many experts a layer reads in such a pass, on average; None where there are none, or nobody counts. The
+    /// cache's contents are lost.
     fn experts_used(&mut self, _width: usize, _depth: usize) -> Result<Option<f64>> {
         Ok(None)
     }
-    /// Where the time of plain decoding goes with `depth` rows in the cache, whose contents are lost: steps of one kind together.
+    /// Where the time of plain decoding goes with `depth` rows in the cache, whose contents are lost: steps of one kind
+    /// together.
     fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>>;
     /// What the oldest unread verify pass did; waits for it.
     fn record(&mut self) -> Result<Record>;
@@ -252,7 +258,8 @@ impl Engine {
         Ok(answer)
     }
 
-    /// Cycles until an end. The host is one pass ahead: it queues what follows a verify pass before it reads that pass's record.
+    /// Cycles until an end. The host is one pass ahead: it queues what follows a verify pass before it reads that
+    /// pass's record.
     fn decode(
         &mut self,
         prompt: &[u32],
@@ -263,7 +270,8 @@ impl Engine {
     ) -> Result<()> {
         let mut speculation = if self.paused { None } else { self.speculation.as_mut() };
         let mut last = Instant::now();
-        // Verify passes whose records are unread, the pass that comes when there are none, and the drafts that were made for it.
+        // Verify passes whose records are unread, the pass that comes when there are none, and the drafts that were
+        // made for it.
         let mut queued = VecDeque::new();
         let mut next = Pass::PLAIN;
         let mut made = 0;

@@ -1,5 +1,5 @@
-//! How many drafts pay: measured times of verify and draft passes, acceptance by position, and the number that maximises tokens per
-//! second, zero included.
+//! How many drafts pay: measured times of verify and draft passes, acceptance by position, and the number that
+//! maximises tokens per second, zero included.
 //!
 //! Nothing here changes the text: the policy picks widths, and a token does not depend on the width of its pass.
 use super::MAX_DRAFTS;
@@ -10,9 +10,11 @@ const NEW_TIME: f64 = 0.1;
 const NEW_HIT: f64 = 0.05;
 /// Of an acceptance seen by a probe, which is rare.
 const NEW_PROBE: f64 = 0.2;
-/// How fast the position behind the last one tried drifts towards that one: the price of finding out that it has become right.
+/// How fast the position behind the last one tried drifts towards that one: the price of finding out that it has become
+/// right.
 const DRIFT: f64 = 0.03;
-/// After this many tokens without drafts of a source, it is tried again: the price of noticing that its drafts have become right.
+/// After this many tokens without drafts of a source, it is tried again: the price of noticing that its drafts have
+/// become right.
 const PROBE_TOKENS: usize = 32;
 /// Drafting must promise this much before it is worth leaving plain decoding, so that noise does not flip the choice.
 const MARGIN: f64 = 1.02;
@@ -25,8 +27,9 @@ pub struct Costs {
 }
 
 impl Costs {
-    /// A cycle that drafted `drafted` (0: no draft pass) and verified `verified` drafts took `ms`. Half of the correction goes to the
-    /// passes that ran; the other half to all, since a deeper context or a slower clock is theirs too and some are never run.
+    /// A cycle that drafted `drafted` (0: no draft pass) and verified `verified` drafts took `ms`. Half of the
+    /// correction goes to the passes that ran; the other half to all, since a deeper context or a slower clock is
+    /// theirs too and some are never run.
     pub fn observe(&mut self, drafted: usize, verified: usize, ms: f64) {
         // A pause of the process is not a property of the pass.
         let ratio = (ms / (self.verify[verified] + self.drafting(drafted))).clamp(0.5, 2.0);
@@ -119,7 +122,8 @@ impl Policy {
             let hit = if i < accepted { 1.0 } else { 0.0 };
             self.acceptance[i] += weight * (hit - self.acceptance[i]);
         }
-        // The position behind the last one tried is not seen: that it does as well is the best guess, slowly, so that it is tried again.
+        // The position behind the last one tried is not seen: that it does as well is the best guess, slowly, so that
+        // it is tried again.
         if drafted > 0 && drafted < MAX_DRAFTS && accepted == drafted {
             self.acceptance[drafted] += DRIFT * (self.acceptance[drafted - 1] - self.acceptance[drafted]);
         }
@@ -135,14 +139,21 @@ impl Policy {
 mod tests {
     use super::*;
 
-    /// What the H200 is expected to show: verify rises by 1 % a row, a draft pass costs 6 % and 4 % for each further draft.
+    /// What the H200 is expected to show: verify rises by 1 % a row, a draft pass costs 6 % and 4 % for each further
+    /// draft.
     fn gpu() -> Costs {
-        Costs { verify: std::array::from_fn(|i| 1.0 + 0.01 * i as f64), draft: std::array::from_fn(|i| 0.06 + 0.04 * i as f64) }
+        Costs {
+            verify: std::array::from_fn(|i| 1.0 + 0.01 * i as f64),
+            draft: std::array::from_fn(|i| 0.06 + 0.04 * i as f64),
+        }
     }
 
     /// Two CPU cores: rows are far from free.
     fn cpu() -> Costs {
-        Costs { verify: std::array::from_fn(|i| 1.0 + 0.25 * i as f64), draft: std::array::from_fn(|i| 0.2 + 0.1 * i as f64) }
+        Costs {
+            verify: std::array::from_fn(|i| 1.0 + 0.25 * i as f64),
+            draft: std::array::from_fn(|i| 0.2 + 0.1 * i as f64),
+        }
     }
 
     /// Time and tokens of `rounds` cycles in which the first `right` drafts are right.
@@ -211,7 +222,8 @@ mod tests {
 
     #[test]
     fn costs_follow_what_cycles_take() {
-        // Start times that were measured in a slow moment: a pass that runs finds its time, the others keep about their proportion.
+        // Start times that were measured in a slow moment: a pass that runs finds its time, the others keep about their
+        // proportion.
         let mut costs = gpu();
         costs.verify.iter_mut().chain(&mut costs.draft).for_each(|cost| *cost *= 2.0);
         for _ in 0..200 {

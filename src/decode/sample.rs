@@ -1,8 +1,9 @@
 //! Choosing a token from logits: penalties, bias, temperature, top-k, top-p, min-p, and noise that depends only on
 //! (seed, position, token id).
 //!
-//! This is the reference arm of the sampling inside `Step::Accept`; kernels/sample.cu computes the same. Because the noise is keyed by
-//! position, a token does not depend on how many rows were sampled together: that is what makes speculation invisible in the text.
+//! This is the reference arm of the sampling inside `Step::Accept`; kernels/sample.cu computes the same. Because the
+//! noise is keyed by position, a token does not depend on how many rows were sampled together: that is what makes
+//! speculation invisible in the text.
 use anyhow::{bail, Result};
 use std::collections::BTreeSet;
 
@@ -79,7 +80,8 @@ impl Sampling {
                 bail!("logit-bias {id}={x}: expected a finite number or -inf");
             }
         }
-        let banned: BTreeSet<u32> = self.logit_bias.iter().filter(|(_, x)| *x == f32::NEG_INFINITY).map(|(id, _)| *id).collect();
+        let banned: BTreeSet<u32> =
+            self.logit_bias.iter().filter(|(_, x)| *x == f32::NEG_INFINITY).map(|(id, _)| *id).collect();
         if banned.len() >= vocab {
             bail!("logit-bias bans all {vocab} tokens: expected one that is left");
         }
@@ -94,7 +96,8 @@ pub struct Counts {
     pub in_output: Vec<u32>,  // [vocab]
 }
 
-/// One choice. `position` is the absolute position of the token being chosen, `output_len` the number of output tokens before it.
+/// One choice. `position` is the absolute position of the token being chosen, `output_len` the number of output tokens
+/// before it.
 pub struct Choice<'a> {
     pub sampling: &'a Sampling,
     pub counts: &'a Counts,
@@ -203,8 +206,8 @@ impl Cut {
     }
 }
 
-/// exp(z) * 2^40 for z <= 0, rounded to nearest even: a fixed-point number, so that sums do not depend on their order. Bit for bit what
-/// kernels/sample.cuh computes.
+/// exp(z) * 2^40 for z <= 0, rounded to nearest even: a fixed-point number, so that sums do not depend on their order.
+/// Bit for bit what kernels/sample.cuh computes.
 fn mass(z: f32) -> u64 {
     if z.is_nan() || z <= -29.0 {
         return 0; // below 2^-41 everything rounds to 0
@@ -241,11 +244,15 @@ pub fn gumbel(seed: u64, position: u64, id: u32) -> f32 {
     noise(philox(counter, [seed as u32, (seed >> 32) as u32])[(id % 4) as usize])
 }
 
-/// -ln(-ln(1 - v)), v = (bits + 1/2) / 2^32: from v itself where v is small, from 1 - v where that is small, so that no tail is lost to
-/// rounding. Bit for bit what kernels/sample.cuh computes: only single f32 operations.
+/// -ln(-ln(1 - v)), v = (bits + 1/2) / 2^32: from v itself where v is small, from 1 - v where that is small, so that no
+/// tail is lost to rounding. Bit for bit what kernels/sample.cuh computes: only single f32 operations.
 fn noise(bits: u32) -> f32 {
     let to_unit = 1.0 / 4_294_967_296.0f32;
-    let e = if bits < 1_257_966_797 { -ln_1_plus(-((bits as f32 + 0.5) * to_unit)) } else { -ln((!bits as f32 + 0.5) * to_unit) };
+    let e = if bits < 1_257_966_797 {
+        -ln_1_plus(-((bits as f32 + 0.5) * to_unit))
+    } else {
+        -ln((!bits as f32 + 0.5) * to_unit)
+    };
     -ln(e)
 }
 
@@ -317,7 +324,8 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
-        /// Logits on a coarse grid, so that there are ties and no near ties; probabilities that no sum of a few masses hits by accident.
+        /// Logits on a coarse grid, so that there are ties and no near ties; probabilities that no sum of a few masses
+        /// hits by accident.
         #[test]
         fn o12_choice_equals_the_slow_one(
             steps in prop::collection::vec(-40i32..40, 1..60),
@@ -379,10 +387,16 @@ mod tests {
 
     #[test]
     fn noise_is_right_at_both_ends() {
-        for bits in [0, 1, 5, 127, 128, 1 << 20, (1 << 30) - 1, 1 << 30, 1 << 31, u32::MAX - 200, u32::MAX - 1, u32::MAX] {
+        for bits in
+            [0, 1, 5, 127, 128, 1 << 20, (1 << 30) - 1, 1 << 30, 1 << 31, u32::MAX - 200, u32::MAX - 1, u32::MAX]
+        {
             let v = (bits as f64 + 0.5) / 4294967296.0;
             let want = -(-(-v).ln_1p()).ln();
-            assert!((noise(bits) as f64 - want).abs() < 1e-5 * want.abs().max(1.0), "{bits}: {} for {want}", noise(bits));
+            assert!(
+                (noise(bits) as f64 - want).abs() < 1e-5 * want.abs().max(1.0),
+                "{bits}: {} for {want}",
+                noise(bits)
+            );
         }
     }
 
@@ -407,7 +421,11 @@ mod tests {
         check(Sampling { repetition_penalty: 2.0, ..s() }, 0, [1.0, 1.0, -4.0, 2.0, 2.0]);
         check(Sampling { presence_penalty: 0.5, ..s() }, 0, [2.0, 1.5, -2.5, 2.0, 2.0]);
         check(Sampling { frequency_penalty: 0.5, ..s() }, 0, [2.0, 1.0, -2.5, 2.0, 2.0]);
-        check(Sampling { logit_bias: vec![(3, -1.5), (0, f32::NEG_INFINITY)], ..s() }, 0, [f32::NEG_INFINITY, 2.0, -2.0, 0.5, 2.0]);
+        check(
+            Sampling { logit_bias: vec![(3, -1.5), (0, f32::NEG_INFINITY)], ..s() },
+            0,
+            [f32::NEG_INFINITY, 2.0, -2.0, 0.5, 2.0],
+        );
         check(Sampling { min_tokens: 3, ..s() }, 2, [2.0, 2.0, -2.0, 2.0, f32::NEG_INFINITY]);
         check(Sampling { min_tokens: 3, ..s() }, 3, [2.0, 2.0, -2.0, 2.0, 2.0]);
     }
@@ -429,12 +447,14 @@ mod tests {
         refused(Sampling { repetition_penalty: 0.0, ..s() }, "above 0");
         refused(Sampling { logit_bias: vec![(512, 1.0)], ..s() }, "ids 0 to 511");
         refused(Sampling { logit_bias: vec![(5, f32::INFINITY)], ..s() }, "-inf");
-        let ban = |n: u32| Sampling { logit_bias: (0..n).chain([0]).map(|id| (id, f32::NEG_INFINITY)).collect(), ..s() };
+        let ban =
+            |n: u32| Sampling { logit_bias: (0..n).chain([0]).map(|id| (id, f32::NEG_INFINITY)).collect(), ..s() };
         refused(ban(512), "bans all 512 tokens");
         ban(511).check(512).unwrap();
         let counts = counts(4);
         for temperature in [0.0, 1.0] {
-            let sampling = Sampling { temperature, logit_bias: [0, 1, 3].map(|id| (id, f32::NEG_INFINITY)).to_vec(), ..s() };
+            let sampling =
+                Sampling { temperature, logit_bias: [0, 1, 3].map(|id| (id, f32::NEG_INFINITY)).to_vec(), ..s() };
             let choice = Choice { sampling: &sampling, counts: &counts, end_ids: &[], position: 3, output_len: 0 };
             assert_eq!(choice.choose(&mut [9.0, 1.0, -50.0, 2.0]), 2, "the one that is left");
         }

@@ -1,7 +1,7 @@
 //! One sequence while it is being decoded: what is in the cache, what was sampled, when it ends.
 //!
-//! `Sequence::accept` is the reference arm of `Step::Accept`; on the GPU the same state lives in device memory and kernels/sample.cu
-//! advances it. All lengths are in tokens.
+//! `Sequence::accept` is the reference arm of `Step::Accept`; on the GPU the same state lives in device memory and
+//! kernels/sample.cu advances it. All lengths are in tokens.
 use super::sample::{Choice, Counts, Sampling};
 
 /// What a request asks of the decoder.
@@ -72,8 +72,9 @@ impl Sequence {
         &self.history[self.prompt_len..]
     }
 
-    /// Samples row i of `logits` ([drafts.len() + 1, vocab]) with the ordinary sampler, accepts while the sample equals draft i, and
-    /// appends the samples up to the first end. Rows after the first wrong draft are not looked at: their logits mean nothing.
+    /// Samples row i of `logits` ([drafts.len() + 1, vocab]) with the ordinary sampler, accepts while the sample equals
+    /// draft i, and appends the samples up to the first end. Rows after the first wrong draft are not looked at: their
+    /// logits mean nothing.
     pub fn accept(&mut self, logits: &mut [f32], drafts: &[u32]) -> Record {
         let vocab = self.counts.in_output.len();
         let mut record = Record { tokens: Vec::new(), accepted: 0, drafted: drafts.len(), ngram: 0, end: self.end };
@@ -119,7 +120,11 @@ impl Sequence {
 
     /// Forgets every token after the first `n` of the history, as if they had never been sampled.
     pub fn truncate(&mut self, n: usize) {
-        assert!(n >= self.prompt_len && n <= self.history.len(), "cannot truncate {} tokens to {n}", self.history.len());
+        assert!(
+            n >= self.prompt_len && n <= self.history.len(),
+            "cannot truncate {} tokens to {n}",
+            self.history.len()
+        );
         for &id in &self.history[n..] {
             self.counts.in_output[id as usize] -= 1;
         }

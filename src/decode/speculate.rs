@@ -1,13 +1,14 @@
 //! Where drafts come from, which source the next cycle uses, and what became of them.
 //!
-//! The text never depends on anything here: every row is sampled with the ordinary sampler and a draft is kept only where it equals the
-//! sample (chain verification by sample matching, see EAGLE-3, arXiv 2503.01840, for the drafter).
+//! The text never depends on anything here: every row is sampled with the ordinary sampler and a draft is kept only
+//! where it equals the sample (chain verification by sample matching, see EAGLE-3, arXiv 2503.01840, for the drafter).
 use super::policy::{Costs, Policy};
 use super::sequence::Record;
 use super::MAX_DRAFTS;
 use std::time::Duration;
 
-/// Drafts for the token after a history of prompt and output, for tests: always right, always wrong, wrong at one place.
+/// Drafts for the token after a history of prompt and output, for tests: always right, always wrong, wrong at one
+/// place.
 pub type Script = Box<dyn FnMut(&[u32]) -> Vec<u32>>;
 
 /// What a user chose: `--draft` and `--draft-tokens`.
@@ -41,8 +42,8 @@ pub struct Statistics {
     /// How often draft i was verified behind i accepted ones, and accepted.
     pub tried: [u64; MAX_DRAFTS],
     pub accepted: [u64; MAX_DRAFTS],
-    /// Time of the cycles, divided between draft and verify passes as their measured costs are; and the host's part of it, from a record to
-    /// the next pass queued.
+    /// Time of the cycles, divided between draft and verify passes as their measured costs are; and the host's part of
+    /// it, from a record to the next pass queued.
     pub draft_ms: f64,
     pub verify_ms: f64,
     pub host_ms: f64,
@@ -143,7 +144,8 @@ impl Speculation {
         }
     }
 
-    /// What follows the passes that are queued, as far as it can be known before their records. `room` is the most drafts that make sense.
+    /// What follows the passes that are queued, as far as it can be known before their records. `room` is the most
+    /// drafts that make sense.
     pub fn behind(&self, room: usize) -> Behind {
         if self.drafting.script.is_some() {
             return Behind::Nothing;
@@ -158,14 +160,16 @@ impl Speculation {
                 return Behind::Drafts(eagle.drafts);
             }
         }
-        // Without a match plain passes are queued ahead, so that text that repeats nothing costs nothing; the first match waits for one of them.
+        // Without a match plain passes are queued ahead, so that text that repeats nothing costs nothing; the first
+        // match waits for one of them.
         match ngram_pays && self.matched {
             true => Behind::Nothing,
             false => Behind::Plain,
         }
     }
 
-    /// The next verify pass when no draft pass is queued: the drafts to verify, scripted ones by value. `history` is prompt and output.
+    /// The next verify pass when no draft pass is queued: the drafts to verify, scripted ones by value. `history` is
+    /// prompt and output.
     pub fn next(&mut self, record: &Record, room: usize, history: &[&[u32]]) -> (Pass, Option<Vec<u32>>) {
         if let Some(script) = &mut self.drafting.script {
             let most = self.script.choose(&self.costs, room).drafts;
@@ -181,8 +185,8 @@ impl Speculation {
         }
     }
 
-    /// What a pass did. `time` is from record to record: the draft pass before it, if any, and the pass. None for the first pass of an
-    /// answer, which also waited for the prompt.
+    /// What a pass did. `time` is from record to record: the draft pass before it, if any, and the pass. None for the
+    /// first pass of an answer, which also waited for the prompt.
     pub fn observe(&mut self, pass: &Pass, record: &Record, time: Option<Duration>) {
         self.matched = record.ngram > 0;
         self.statistics.observe(pass, record);
@@ -201,7 +205,9 @@ impl Speculation {
         if record.end.is_some() {
             return;
         }
-        for (source, policy) in [(Source::Eagle, &mut self.eagle), (Source::Ngram, &mut self.ngram), (Source::Script, &mut self.script)] {
+        for (source, policy) in
+            [(Source::Eagle, &mut self.eagle), (Source::Ngram, &mut self.ngram), (Source::Script, &mut self.script)]
+        {
             match pass.source == source {
                 true => policy.observe(record.drafted, record.accepted),
                 false => policy.rest(record.tokens.len()),

@@ -1,4 +1,5 @@
-//! The engine and the sequence at their edges, on a backend that checks what it is told and whose next token is a function of the history.
+//! The engine and the sequence at their edges, on a backend that checks what it is told and whose next token is a
+//! function of the history.
 use super::*;
 use crate::decode::policy::Costs;
 use anyhow::{bail, Result};
@@ -245,7 +246,10 @@ fn o11_ends_inside_a_block() {
             assert_eq!(block(right, limits(&[end], 100, 100)), (n, accepted, ended.then_some(End::Eos(end))));
             let (n, reached) = ((right + 1).min(at + 1), at <= right);
             assert_eq!(block(right, limits(&[], at + 1, 100)), (n, n.min(right), reached.then_some(End::Length)));
-            assert_eq!(block(right, limits(&[], 100, p.len() + at + 1)), (n, n.min(right), reached.then_some(End::Context)));
+            assert_eq!(
+                block(right, limits(&[], 100, p.len() + at + 1)),
+                (n, n.min(right), reached.then_some(End::Context))
+            );
         }
     }
     let mut ended = Sequence::new(&p, 4, VOCAB, Sampling::default(), limits(&[], 0, 100));

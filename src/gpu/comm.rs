@@ -1,8 +1,10 @@
-//! What a rank has of the others: windows into their memory, and the collectives that run through them (kernels/comm.cuh says how).
+//! What a rank has of the others: windows into their memory, and the collectives that run through them
+//! (kernels/comm.cuh says how).
 //!
-//! A `Link` is made by the thread of its rank, all ranks at the same time: they meet in a `Rendezvous`, which is all that knows whether ranks are threads of one
-//! process or something else. Launches may be captured. A kernel that waits in vain poisons its rank; `check` says what it waited for.
-//! links.rs finds out what pairs of GPUs can do and which algorithm is fastest.
+//! A `Link` is made by the thread of its rank, all ranks at the same time: they meet in a `Rendezvous`, which is all
+//! that knows whether ranks are threads of one process or something else. Launches may be captured. A kernel that waits
+//! in vain poisons its rank; `check` says what it waited for. links.rs finds out what pairs of GPUs can do and which
+//! algorithm is fastest.
 use super::device::{Gpu, Kernel, Launch, Memory, Params, Pinned};
 use super::nccl;
 use super::params::*;
@@ -18,7 +20,8 @@ use std::time::{Duration, Instant};
 /// Where ranks meet before they can talk through memory, and where the failure of one becomes known to all.
 pub trait Rendezvous: Send + Sync {
     fn ranks(&self) -> usize;
-    /// Gives `mine` to all and takes everybody's, by rank; also a barrier. All ranks call it equally often. Fails when a rank does not come or has failed.
+    /// Gives `mine` to all and takes everybody's, by rank; also a barrier. All ranks call it equally often. Fails when
+    /// a rank does not come or has failed.
     fn all_gather(&self, rank: usize, mine: &[u8]) -> Result<Vec<Vec<u8>>>;
     /// Takes what ends the waiting of a rank's kernels, for the day a rank fails.
     fn attend(&self, poison: Poison);
@@ -90,7 +93,8 @@ impl Rendezvous for Threads {
         while meeting.round == round && meeting.failed.is_none() {
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let missing: Vec<String> = (0..self.ranks).filter(|&r| meeting.given[r].is_none()).map(|r| r.to_string()).collect();
+                let missing: Vec<String> =
+                    (0..self.ranks).filter(|&r| meeting.given[r].is_none()).map(|r| r.to_string()).collect();
                 meeting.fail(&format!("rank {} did not come within {} s", missing.join(", "), patience.as_secs_f32()));
                 self.changed.notify_all();
                 break;
@@ -247,7 +251,8 @@ pub struct Link {
     rendezvous: Arc<dyn Rendezvous>,
     kernels: Kernels,
     comm: CommRanks,
-    /// Ranks share a GPU: kernels start when the one before has ended, on few blocks, so that the others' kernels find room.
+    /// Ranks share a GPU: kernels start when the one before has ended, on few blocks, so that the others' kernels find
+    /// room.
     pub shared: bool,
     /// As in model::plan::Ranks.
     pub whole_attention: bool,
@@ -312,10 +317,18 @@ impl Link {
         ensure!((2..=COMM_MAX_RANKS).contains(&ranks), "{ranks} ranks: expected 2 to {COMM_MAX_RANKS}");
         let window = gpu.allocate(COMM_WINDOW_BYTES)?;
         let info = gpu.info();
-        let place = Place { address: window.at(0), ordinal: info.ordinal, bus_id: info.bus_id.clone(), uuid: info.uuid.clone() };
+        let place = Place {
+            address: window.at(0),
+            ordinal: info.ordinal,
+            bus_id: info.bus_id.clone(),
+            uuid: info.uuid.clone(),
+        };
         let given = rendezvous.all_gather(rank, &serde_json::to_vec(&place)?)?;
-        let places =
-            given.iter().map(|bytes| Ok(serde_json::from_slice(bytes)?)).collect::<Result<Vec<Place>>>().context("places of ranks")?;
+        let places = given
+            .iter()
+            .map(|bytes| Ok(serde_json::from_slice(bytes)?))
+            .collect::<Result<Vec<Place>>>()
+            .context("places of ranks")?;
         let (ending, record) = (Ending { word: gpu.pinned(1)?, nccl: None }, gpu.pinned(1)?);
         let mut comm = CommRanks {
             poison: ending.word.device(),
@@ -424,7 +437,8 @@ impl Link {
         self.ending.lock().unwrap_or_else(|e| e.into_inner()) // nothing panics half-way with it
     }
 
-    /// Of a rank whose kernels gave up: the phase of a collective in which they did (COMM_PHASE_*). In one collective lower ones come first.
+    /// Of a rank whose kernels gave up: the phase of a collective in which they did (COMM_PHASE_*). In one collective
+    /// lower ones come first.
     pub(super) fn gave_up_in(&self) -> i32 {
         self.record.read(0).phase
     }
@@ -461,9 +475,15 @@ impl Link {
         }
     }
 
-    /// Takes one of NCCL's algorithms on, for messages of the given rows of `dim`; runs each size once, since NCCL connects when it first meets one.
-    /// It fails on all ranks or on none.
-    pub fn attach_nccl(&mut self, library: &Arc<nccl::Library>, algorithm: Algorithm, rows: &[usize], dim: usize) -> Result<()> {
+    /// Takes one of NCCL's algorithms on, for messages of the given rows of `dim`; runs each size once, since NCCL
+    /// connects when it first meets one. It fails on all ranks or on none.
+    pub fn attach_nccl(
+        &mut self,
+        library: &Arc<nccl::Library>,
+        algorithm: Algorithm,
+        rows: &[usize],
+        dim: usize,
+    ) -> Result<()> {
         let raw = self.gpu.raw().context("NCCL needs a GPU")?;
         let id = if self.rank == 0 { library.unique_id() } else { Ok([0; 128]) };
         let given = self.all_gather(id.as_ref().map_or(&[][..], |id| &id[..]))?.swap_remove(0);
@@ -473,7 +493,8 @@ impl Link {
         let (gathered, sent) = (self.gpu.allocate(self.ranks() * most * dim * 2)?, self.gpu.allocate(most * dim * 2)?);
         self.gpu.synchronize()?;
         let sizes = rows.iter().map(|rows| rows * dim).collect();
-        let warm_up = nccl::WarmUp { sums: algorithm == Algorithm::NcclAllReduce, sizes, from: sent.at(0), to: gathered.at(0) };
+        let warm_up =
+            nccl::WarmUp { sums: algorithm == Algorithm::NcclAllReduce, sizes, from: sent.at(0), to: gathered.at(0) };
         let comm = nccl::Comm::connect(library, raw, self.ranks(), self.rank, id, warm_up);
         let connected = self.all_gather(&[comm.is_ok() as u8])?;
         let comm = comm?;
@@ -500,7 +521,8 @@ impl Link {
         self.nccl.is_some()
     }
 
-    /// What to use from now on, by largest number of rows, ascending; the last for all that is larger. The same on all ranks.
+    /// What to use from now on, by largest number of rows, ascending; the last for all that is larger. The same on all
+    /// ranks.
     pub fn choose(&self, choices: Vec<(usize, Choice)>) {
         *self.choices.borrow_mut() = choices;
     }
@@ -510,7 +532,8 @@ impl Link {
         let choices = self.choices.borrow();
         match choices.iter().find(|(most, _)| rows <= *most).or(choices.last()) {
             Some((_, choice)) => *choice,
-            // Not measured: two-shot where its second crossing costs less than the bytes it saves, by public measurements on PCIe.
+            // Not measured: two-shot where its second crossing costs less than the bytes it saves, by public
+            // measurements on PCIe.
             None => {
                 let small = self.ranks() == 2 || rows * dim * 2 * self.ranks() <= 160 << 10;
                 let algorithm = if small || dim / 16 < self.ranks() { Algorithm::Push } else { Algorithm::TwoShot };
@@ -529,7 +552,8 @@ impl Link {
         wanted.clamp(fewest, most.max(fewest))
     }
 
-    /// Fewest blocks with which a row's share of a block fits into a slot; most with which every block (two-shot: every rank in it) has a tile of 16 columns.
+    /// Fewest blocks with which a row's share of a block fits into a slot; most with which every block (two-shot: every
+    /// rank in it) has a tile of 16 columns.
     pub fn block_limits(&self, algorithm: Algorithm, dim: usize) -> (usize, usize) {
         let ranks = if algorithm == Algorithm::TwoShot { self.ranks() } else { 1 };
         let most = if self.shared { SHARED_BLOCKS } else { COMM_CHANNELS };
@@ -539,7 +563,10 @@ impl Link {
     pub(super) fn fits(&self, choice: Choice, dim: usize) -> Result<()> {
         let (fewest, most) = self.block_limits(choice.algorithm, dim);
         if choice.algorithm == Algorithm::TwoShot && dim / 16 < self.ranks() {
-            bail!("rows of {dim} on {} ranks: two-shot needs at least 16 columns a rank; use --collective push", self.ranks());
+            bail!(
+                "rows of {dim} on {} ranks: two-shot needs at least 16 columns a rank; use --collective push",
+                self.ranks()
+            );
         }
         ensure!(
             choice.algorithm.needs_nccl() || (fewest.max(1)..=most).contains(&choice.blocks),
@@ -609,12 +636,21 @@ impl Link {
         self.exchange_if((0, 0), step, words, n, op)
     }
 
-    /// The same, but nothing at all where the flags are 0: (address, number) of i32 in device memory, alike on all ranks.
+    /// The same, but nothing at all where the flags are 0: (address, number) of i32 in device memory, alike on all
+    /// ranks.
     pub fn exchange_if(&self, flags: (u64, usize), step: &str, words: u64, n: usize, op: Exchange) -> Result<()> {
         ensure!(n > 0, "an exchange of no words");
         let op = if op == Exchange::Sum { EXCHANGE_SUM } else { EXCHANGE_MAX };
         let most = if self.shared { SHARED_BLOCKS } else { COMM_CHANNELS };
-        let params = ExchangeParams { comm: self.comm_of(step), words, wanted: flags.0, n: n as i32, op, n_wanted: flags.1 as i32, pad: 0 };
+        let params = ExchangeParams {
+            comm: self.comm_of(step),
+            words,
+            wanted: flags.0,
+            n: n as i32,
+            op,
+            n_wanted: flags.1 as i32,
+            pad: 0,
+        };
         self.launch(&self.kernels.exchange, n.div_ceil(512).min(most), n.next_multiple_of(32).min(THREADS), &params)
     }
 
@@ -650,8 +686,9 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        // Another rank may still load from this window: it is freed when all have ended. When one has failed nobody knows, and the process ends: it stays.
-        // A rank that fails tells the rendezvous first, or the others would wait here. Errors were reported where they happened.
+        // Another rank may still load from this window: it is freed when all have ended. When one has failed nobody
+        // knows, and the process ends: it stays. A rank that fails tells the rendezvous first, or the others would wait
+        // here. Errors were reported where they happened.
         let ended = self.gpu.synchronize().and_then(|()| self.barrier()).is_ok();
         *self.ending() = None;
         if ended {

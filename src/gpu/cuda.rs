@@ -1,7 +1,7 @@
 //! The CUDA driver, opened at run time. The only file with driver calls.
 //!
-//! cudarc panics where a library or a symbol is missing, so `driver_version` asks first. Our own layer is used instead of cudarc's slices
-//! because those record events of their own, which a stream capture does not allow.
+//! cudarc panics where a library or a symbol is missing, so `driver_version` asks first. Our own layer is used instead
+//! of cudarc's slices because those record events of their own, which a stream capture does not allow.
 use super::device::{Driver, Info, Launch, Raw};
 use super::fatbins;
 use crate::error::machine;
@@ -24,10 +24,14 @@ pub fn driver_version() -> Result<i32> {
     // Sound: writes one integer; needs no initialisation.
     let asked = unsafe { sys::cuDriverGetVersion(&mut version) };
     if asked != sys::CUresult::CUDA_SUCCESS {
-        return Err(machine(format!("the NVIDIA driver does not answer ({asked:?}): reinstall it, or use --device cpu")));
+        return Err(machine(format!(
+            "the NVIDIA driver does not answer ({asked:?}): reinstall it, or use --device cpu"
+        )));
     }
     check_version(version)?;
-    result::init().map_err(|e| machine(format!("the NVIDIA driver is installed but finds no usable GPU ({e}): use --device cpu")))?;
+    result::init().map_err(|e| {
+        machine(format!("the NVIDIA driver is installed but finds no usable GPU ({e}): use --device cpu"))
+    })?;
     Ok(version)
 }
 
@@ -44,7 +48,8 @@ pub fn check_version(version: i32) -> Result<()> {
     Ok(())
 }
 
-/// Whether the embedded kernels run on compute capability `sm` (90 for 9.0): machine code for it, or portable code (PTX) that is not newer.
+/// Whether the embedded kernels run on compute capability `sm` (90 for 9.0): machine code for it, or portable code
+/// (PTX) that is not newer.
 pub fn check_sm(name: &str, sm: u32, archs: &[u32], ptx: u32) -> Result<()> {
     if archs.contains(&sm) || sm >= ptx {
         return Ok(());
@@ -99,15 +104,20 @@ impl Cuda {
         let driver = driver_version()?;
         let count = device_count()?;
         if ordinal >= count {
-            return Err(machine(format!("GPU {ordinal}: expected one of the {count} of this machine, 0 to {}", count.saturating_sub(1))));
+            return Err(machine(format!(
+                "GPU {ordinal}: expected one of the {count} of this machine, 0 to {}",
+                count.saturating_sub(1)
+            )));
         }
         let device = result::device::get(ordinal as i32)?;
         let name = result::device::get_name(device)?;
         // Sound: the device exists.
         let attribute = |a| -> Result<i32> { Ok(unsafe { result::device::get_attribute(device, a)? }) };
         use sys::CUdevice_attribute::*;
-        let (major, minor) =
-            (attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?, attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?);
+        let (major, minor) = (
+            attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
         let sm = (10 * major + minor) as u32;
         check_sm(&name, sm, fatbins::ARCHS, fatbins::PTX)?;
         let n_sms = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
@@ -123,11 +133,24 @@ impl Cuda {
         for (file, image) in fatbins::FATBINS {
             // Sound: the image is a fatbin of ours; the driver copies it.
             let module = unsafe { result::module::load_data(image.as_ptr() as *const c_void) };
-            modules.push(module.map_err(|e| machine(format!("the driver cannot load the kernels of {file} on {name} ({e})")))?);
+            modules.push(
+                module.map_err(|e| machine(format!("the driver cannot load the kernels of {file} on {name} ({e})")))?,
+            );
         }
         let uuid = result::device::get_uuid(device)?.bytes.map(|b| format!("{:02x}", b as u8)).concat();
         let uuid = format!("GPU-{}-{}-{}-{}-{}", &uuid[..8], &uuid[8..12], &uuid[12..16], &uuid[16..20], &uuid[20..]);
-        let info = Info { ordinal, bus_id: bus_id(device)?, uuid, name, sm, n_sms, clock_mhz, memory_clock_mhz, memory_bits, driver };
+        let info = Info {
+            ordinal,
+            bus_id: bus_id(device)?,
+            uuid,
+            name,
+            sm,
+            n_sms,
+            clock_mhz,
+            memory_clock_mhz,
+            memory_bits,
+            driver,
+        };
         Ok(Cuda { info, device, context, peers: RefCell::default(), stream, modules })
     }
 }
@@ -148,8 +171,8 @@ impl Drop for Cuda {
     }
 }
 
-// Every call below works on this object's own stream and on handles that it gave out itself; that is why the unsafe calls are sound unless
-// a line says more.
+// Every call below works on this object's own stream and on handles that it gave out itself; that is why the unsafe
+// calls are sound unless a line says more.
 impl Driver for Cuda {
     fn info(&self) -> &Info {
         &self.info
@@ -161,7 +184,12 @@ impl Driver for Cuda {
 
     fn allocate(&self, bytes: usize) -> Result<u64> {
         let at = unsafe { result::malloc_sync(bytes) };
-        at.map_err(|e| machine(format!("{} bytes of GPU memory were refused ({e}): use a smaller --context, or another GPU", bytes)))
+        at.map_err(|e| {
+            machine(format!(
+                "{} bytes of GPU memory were refused ({e}): use a smaller --context, or another GPU",
+                bytes
+            ))
+        })
     }
 
     fn free(&self, at: u64) {
@@ -171,7 +199,8 @@ impl Driver for Cuda {
     fn allocate_pinned(&self, bytes: usize) -> Result<(*mut u8, u64)> {
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         let start = unsafe { result::malloc_host(bytes, flags) }
-            .map_err(|e| machine(format!("{bytes} bytes of page-locked memory were refused ({e})")))? as *mut u8;
+            .map_err(|e| machine(format!("{bytes} bytes of page-locked memory were refused ({e})")))?
+            as *mut u8;
         let mut device = 0;
         // Sound: `bytes` bytes from `start` are ours.
         unsafe {
@@ -191,7 +220,8 @@ impl Driver for Cuda {
     }
 
     fn download(&self, from: u64, to: &mut [u8]) -> Result<()> {
-        // First wait: a copy to pageable memory waits inside the driver, where another rank of this GPU then cannot launch what this stream waits for.
+        // First wait: a copy to pageable memory waits inside the driver, where another rank of this GPU then cannot
+        // launch what this stream waits for.
         self.synchronize()?;
         unsafe { result::memcpy_dtoh_async(to, from, self.stream)? };
         self.synchronize()
@@ -235,12 +265,16 @@ impl Driver for Cuda {
         };
         let mut args = [params.as_ptr() as *mut c_void];
         // Sound: every kernel takes one params struct; Gpu::launch passes the struct that kernels.rs pairs with it.
-        unsafe { sys::cuLaunchKernelEx(&config, kernel as sys::CUfunction, args.as_mut_ptr(), ptr::null_mut()).result()? };
+        unsafe {
+            sys::cuLaunchKernelEx(&config, kernel as sys::CUfunction, args.as_mut_ptr(), ptr::null_mut()).result()?
+        };
         Ok(())
     }
 
     fn begin_capture(&self) -> Result<()> {
-        unsafe { result::stream::begin_capture(self.stream, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)? };
+        unsafe {
+            result::stream::begin_capture(self.stream, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?
+        };
         Ok(())
     }
 
@@ -248,7 +282,8 @@ impl Driver for Cuda {
         let graph = unsafe { result::stream::end_capture(self.stream)? };
         let mut exec = ptr::null_mut();
         let made = unsafe { sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0).result() };
-        // The executable has a copy of all. NCCL counts both as users of a communicator, which it does not let go before.
+        // The executable has a copy of all. NCCL counts both as users of a communicator, which it does not let go
+        // before.
         let _ = unsafe { sys::cuGraphDestroy(graph) };
         made.context("instantiate the graph")?;
         unsafe { sys::cuGraphUpload(exec, self.stream).result().context("upload the graph")? };
@@ -264,7 +299,8 @@ impl Driver for Cuda {
     }
 
     fn synchronize(&self) -> Result<()> {
-        unsafe { result::stream::synchronize(self.stream) }.map_err(|e| machine(format!("{} stopped: {e}", self.info.name)))
+        unsafe { result::stream::synchronize(self.stream) }
+            .map_err(|e| machine(format!("{} stopped: {e}", self.info.name)))
     }
 
     fn is_idle(&self) -> Result<bool> {
@@ -284,7 +320,8 @@ impl Driver for Cuda {
     }
 
     fn wait_event(&self, event: u64) -> Result<()> {
-        unsafe { result::event::synchronize(event as sys::CUevent) }.map_err(|e| machine(format!("{} stopped: {e}", self.info.name)))
+        unsafe { result::event::synchronize(event as sys::CUevent) }
+            .map_err(|e| machine(format!("{} stopped: {e}", self.info.name)))
     }
 
     fn elapsed_ms(&self, from: u64, to: u64) -> Result<f32> {
@@ -355,7 +392,8 @@ mod tests {
         check_version(13000).unwrap();
     }
 
-    /// The rule: machine code where it was built, else portable code on every later chip, whatever its family; older chips never.
+    /// The rule: machine code where it was built, else portable code on every later chip, whatever its family; older
+    /// chips never.
     #[test]
     fn chips_run_machine_code_or_later_portable_code() {
         let check = |sm| check_sm("A card", sm, &[90, 120], 90);

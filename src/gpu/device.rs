@@ -1,7 +1,7 @@
 //! One GPU as the engine sees it: memory, kernels, graphs, events, all freed in the right order.
 //!
-//! Two drivers stand behind it: cuda.rs, and shim.rs, which runs the same kernels compiled by g++ (tests on machines without a GPU).
-//! Nothing here is Send: one thread per GPU makes and uses its own.
+//! Two drivers stand behind it: cuda.rs, and shim.rs, which runs the same kernels compiled by g++ (tests on machines
+//! without a GPU). Nothing here is Send: one thread per GPU makes and uses its own.
 use anyhow::{Context, Result};
 use std::cell::Cell;
 use std::mem;
@@ -83,7 +83,8 @@ pub struct Launch {
     pub block: u32,
     /// Dynamic shared memory in bytes.
     pub shared: u32,
-    /// The blocks may start while the previous kernel drains (programmatic dependent launch): the kernel waits for its inputs itself.
+    /// The blocks may start while the previous kernel drains (programmatic dependent launch): the kernel waits for its
+    /// inputs itself.
     pub early: bool,
 }
 
@@ -143,8 +144,8 @@ impl Gpu {
         Ok(Pinned { driver: self.driver.clone(), start: start as *mut T, device, n })
     }
 
-    /// Copies host memory to the device, ordered with the stream: `from` must be pinned and stay as it is until the stream gets there, or
-    /// be followed by `synchronize`.
+    /// Copies host memory to the device, ordered with the stream: `from` must be pinned and stay as it is until the
+    /// stream gets there, or be followed by `synchronize`.
     pub fn upload<T: bytemuck::NoUninit>(&self, from: &[T], to: u64) -> Result<()> {
         self.driver.upload(bytemuck::cast_slice(from), to)
     }
@@ -167,7 +168,9 @@ impl Gpu {
     pub fn launch<P: Params>(&self, kernel: &Kernel, launch: Launch, params: &P) -> Result<()> {
         // Sound: Params has no padding, so every byte is initialised.
         let bytes = unsafe { std::slice::from_raw_parts(params as *const P as *const u8, mem::size_of::<P>()) };
-        self.driver.launch(kernel.handle, launch, bytes).with_context(|| format!("launch {} with {launch:?}", kernel.name))
+        self.driver
+            .launch(kernel.handle, launch, bytes)
+            .with_context(|| format!("launch {} with {launch:?}", kernel.name))
     }
 
     /// Captures what `body` launches into a graph. Allocating or waiting inside fails.

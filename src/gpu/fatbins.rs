@@ -12,7 +12,8 @@ pub fn check() -> Result<()> {
     Ok(())
 }
 
-/// What the kernels were built with and for: compute capabilities with machine code, and the portable code for later ones.
+/// What the kernels were built with and for: compute capabilities with machine code, and the portable code for later
+/// ones.
 pub fn built_with() -> String {
     match FATBINS {
         [] => BUILT_WITH.to_string(),

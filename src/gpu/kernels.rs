@@ -1,8 +1,8 @@
 //! The kernel table: which kernel a Step becomes, with which params and grid. The GPU twin of cpu/reference.rs.
 //!
-//! One Step is one launch in a verify pass: who writes a row that will be normalised also writes it times the norm weight and its sums of
-//! squares (`norms` finds out for whom), so that a linear layer waits for nothing but its input. A prefill pass normalises in a kernel of
-//! its own and rotates queries before attention; its bits are the same.
+//! One Step is one launch in a verify pass: who writes a row that will be normalised also writes it times the norm
+//! weight and its sums of squares (`norms` finds out for whom), so that a linear layer waits for nothing but its input.
+//! A prefill pass normalises in a kernel of its own and rotates queries before attention; its bits are the same.
 use super::comm::{AllReduce, Exchange, Link};
 use super::device::{Gpu, Kernel, Launch, Memory, Params};
 use super::params::*;
@@ -10,8 +10,8 @@ use crate::decode::draft_ngram::{MAX_NGRAM, MIN_NGRAM};
 use crate::decode::MAX_DRAFTS;
 use crate::model::config::{Latent, Rope, Scoring};
 use crate::model::plan::{
-    Attention, BufferId, BufferKind, Epilogue, Input, KvLayout, LatentAttention, Linear, Mixture, Owner, Pass, Plan, Router, Step, Tap,
-    Tokens, FEATURE_ROWS, MAX_WIDTH,
+    Attention, BufferId, BufferKind, Epilogue, Input, KvLayout, LatentAttention, Linear, Mixture, Owner, Pass, Plan,
+    Router, Step, Tap, Tokens, FEATURE_ROWS, MAX_WIDTH,
 };
 use crate::model::quant::{Block, Format};
 use crate::model::weights::{Role, WeightId};
@@ -89,7 +89,8 @@ struct LatentKernels {
 
 /// head_dim of the attention kernels.
 const ATTENTION_DIMS: [usize; 2] = [64, 128];
-/// kv_rank and rope_dim of those of latent attention, and their names. The largest is every published model's; the others are tests'.
+/// kv_rank and rope_dim of those of latent attention, and their names. The largest is every published model's; the
+/// others are tests'.
 const LATENT_DIMS: [([usize; 2], &str, &str); 4] = [
     ([512, 64], "latent_attend_512_64", "latent_value_512"),
     ([128, 16], "latent_attend_128_16", "latent_value_128"),
@@ -120,7 +121,9 @@ pub fn check(step: &Step) -> Result<()> {
                     d.rope_dim
                 );
             }
-            for (name, dim, of) in [("q_lora_rank", d.q_rank, 16), ("qk_nope_head_dim", d.nope_dim, 8), ("v_head_dim", d.v_dim, 16)] {
+            for (name, dim, of) in
+                [("q_lora_rank", d.q_rank, 16), ("qk_nope_head_dim", d.nope_dim, 8), ("v_head_dim", d.v_dim, 16)]
+            {
                 ensure!(dim % of == 0, "{name} {dim}: the GPU backend needs a multiple of {of}; use --device cpu");
             }
             Ok(())
@@ -128,10 +131,18 @@ pub fn check(step: &Step) -> Result<()> {
         Step::Linear(l) => {
             if let Epilogue::SiluMul { .. } = l.epilogue {
                 ensure!(l.bias.is_none(), "mlp_bias: the GPU backend has no bias for gate and up; use --device cpu");
-                ensure!(l.n % 16 == 0, "feed-forward layers of {} on a rank: the GPU backend needs a multiple of 8", l.n / 2);
+                ensure!(
+                    l.n % 16 == 0,
+                    "feed-forward layers of {} on a rank: the GPU backend needs a multiple of 8",
+                    l.n / 2
+                );
             }
             let tiles = Tiles::of(l.format)?;
-            ensure!(tiles == Tiles::Bf16 || l.inputs.len() == 1, "{} of two inputs: the GPU backend needs plain weights", l.format);
+            ensure!(
+                tiles == Tiles::Bf16 || l.inputs.len() == 1,
+                "{} of two inputs: the GPU backend needs plain weights",
+                l.format
+            );
             normed(&l.inputs)
         }
         Step::Router(r) => {
@@ -149,12 +160,19 @@ pub fn check(step: &Step) -> Result<()> {
             let known = |tiles: &[Tiles; 2]| tiles[0] == stored[0] && (common.is_none() || tiles[1] == stored[1]);
             if !EXPERT_TILES.iter().any(known) {
                 let common = common.map_or(String::new(), |format| format!(" beside a shared one as {format}"));
-                bail!("experts as {}{common}: the GPU backend has no kernels for this pair; use --device cpu", m.format);
+                bail!(
+                    "experts as {}{common}: the GPU backend has no kernels for this pair; use --device cpu",
+                    m.format
+                );
             }
             for (what, dim) in [("experts", m.expert_dim), ("shared experts", m.shared_dim())] {
                 ensure!(dim % 8 == 0, "{what} of {dim} on a rank: the GPU backend needs a multiple of 8");
             }
-            ensure!(m.n % 16 == 0, "experts into rows of {}: the GPU backend needs a multiple of 16; use --device cpu", m.n);
+            ensure!(
+                m.n % 16 == 0,
+                "experts into rows of {}: the GPU backend needs a multiple of 16; use --device cpu",
+                m.n
+            );
             Ok(())
         }
         _ => Ok(()),
@@ -164,7 +182,9 @@ pub fn check(step: &Step) -> Result<()> {
 fn normed(inputs: &[Input]) -> Result<()> {
     let odd = inputs.iter().find(|input| input.norm.is_some() && input.dim % 16 != 0);
     match odd {
-        Some(input) => bail!("rows of {}: the GPU backend needs normalised rows of a multiple of 16; use --device cpu", input.dim),
+        Some(input) => {
+            bail!("rows of {}: the GPU backend needs normalised rows of a multiple of 16; use --device cpu", input.dim)
+        }
         None => Ok(()),
     }
 }
@@ -186,11 +206,14 @@ const PREFILL_SHARED: u32 = 96 << 10;
 impl Kernels {
     pub fn load(gpu: &Gpu) -> Result<Kernels> {
         let k = |name| gpu.kernel(name, 0);
-        let variant = |tiles, columns, name| -> Result<LinearVariant> { Ok(LinearVariant { tiles, columns, kernel: k(name)? }) };
+        let variant =
+            |tiles, columns, name| -> Result<LinearVariant> { Ok(LinearVariant { tiles, columns, kernel: k(name)? }) };
         let experts = |tiles, up: [&'static str; 2], down: [&'static str; 2]| -> Result<ExpertKernels> {
             Ok(ExpertKernels { tiles, up: [k(up[0])?, k(up[1])?], down: [k(down[0])?, k(down[1])?] })
         };
-        let latent = |&(dims, attend, value)| -> Result<LatentKernels> { Ok(LatentKernels { dims, attend: k(attend)?, value: k(value)? }) };
+        let latent = |&(dims, attend, value)| -> Result<LatentKernels> {
+            Ok(LatentKernels { dims, attend: k(attend)?, value: k(value)? })
+        };
         let prefill = |n, m, threads, name| -> Result<PrefillVariant> {
             Ok(PrefillVariant { n, m, threads, kernel: gpu.kernel(name, PREFILL_SHARED)? })
         };
@@ -209,7 +232,10 @@ impl Kernels {
                 variant(Tiles::Int4, 1, "linear_m8_int4")?,
                 variant(Tiles::Int4, 2, "linear_m16_int4")?,
             ],
-            linear_prefill: [prefill(64, 64, 128, "linear_prefill_64x64")?, prefill(128, 128, 256, "linear_prefill_128x128")?],
+            linear_prefill: [
+                prefill(64, 64, 128, "linear_prefill_64x64")?,
+                prefill(128, 128, 256, "linear_prefill_128x128")?,
+            ],
             linear_two: variant(Tiles::Bf16, 2, "linear_two")?,
             linear_prefill_two: prefill(64, 64, 128, "linear_prefill_64x64_two")?,
             copy_rows: k("copy_rows")?,
@@ -308,8 +334,8 @@ impl Tiles {
     }
 }
 
-/// A re-tiled matrix: for each part of K [n_tiles][units] of 16 rows (kernels/format.cuh), then the scales that are not in them. With
-/// experts: the blocks of all of them, then their scales.
+/// A re-tiled matrix: for each part of K [n_tiles][units] of 16 rows (kernels/format.cuh), then the scales that are not
+/// in them. With experts: the blocks of all of them, then their scales.
 #[derive(Clone, Debug)]
 pub struct Matrix {
     pub parts: Vec<Part>,
@@ -376,7 +402,8 @@ impl Matrix {
     pub(super) fn place(&mut self, start: u64) {
         let mut at = start;
         for i in 0..self.parts.len() {
-            let (bytes, scales) = (self.n_experts * self.part_bytes(&self.parts[i]), self.n_experts * self.part_scales(&self.parts[i]));
+            let (bytes, scales) =
+                (self.n_experts * self.part_bytes(&self.parts[i]), self.n_experts * self.part_scales(&self.parts[i]));
             (self.parts[i].at, self.parts[i].scales_at) = (at, at + bytes as u64);
             at += (bytes + 4 * scales).next_multiple_of(256) as u64;
         }
@@ -400,7 +427,8 @@ impl Matrix {
     }
 }
 
-/// W_UK, transposed, and W_UV of the heads of a rank: kv_b as kernels/mla.cu reads it, bf16 whatever the checkpoint has.
+/// W_UK, transposed, and W_UV of the heads of a rank: kv_b as kernels/mla.cu reads it, bf16 whatever the checkpoint
+/// has.
 #[derive(Clone, Debug)]
 pub struct Absorbed {
     pub(super) keys: Matrix,   // [n_heads * kv_rank, nope_dim]
@@ -425,7 +453,8 @@ pub struct Arena {
     pub vectors: BTreeMap<WeightId, u64>,
     /// By buffer name.
     pub buffers: BTreeMap<&'static str, Memory>,
-    /// Beside the buffers that are normalised: rows times norm weight, bf16, and sums of squares of each 16 columns, f32.
+    /// Beside the buffers that are normalised: rows times norm weight, bf16, and sums of squares of each 16 columns,
+    /// f32.
     pub normed: BTreeMap<&'static str, Memory>,
     pub squares: BTreeMap<&'static str, Memory>,
     /// norm_rows of prefill, beside the same buffers: 1/rms [PREFILL_ROWS] f32.
@@ -434,7 +463,8 @@ pub struct Arena {
     pub capacity: usize,
     pub drafter: Option<DraftArena>,
     pub draft_scratch: Memory,
-    /// Of each 16 rows of a pass: sums of the router, [ROUTER_SPLITS, 16, n_experts] f32, and what experts_up makes of them.
+    /// Of each 16 rows of a pass: sums of the router, [ROUTER_SPLITS, 16, n_experts] f32, and what experts_up makes of
+    /// them.
     pub router_sums: Memory,
     pub expert_work: Memory,
     pub attention_partials: Memory,
@@ -452,8 +482,8 @@ pub struct Arena {
     pub ring: u64,
 }
 
-/// Keys [layer][kv head][capacity][head_dim], values [layer][kv head][head_dim][capacity], bf16, and the rotation of their positions. A latent cache has
-/// keys only: [layer][capacity][kv_rank + rope_dim].
+/// Keys [layer][kv head][capacity][head_dim], values [layer][kv head][head_dim][capacity], bf16, and the rotation of
+/// their positions. A latent cache has keys only: [layer][capacity][kv_rank + rope_dim].
 pub struct Cache {
     pub keys: Memory,
     pub values: Memory,
@@ -499,8 +529,9 @@ impl Arena {
     }
 }
 
-/// Columns (rows of the pass times heads of a group) that one attention block takes, in a grid of `chunks` blocks a KV head. Narrow blocks are faster as
-/// long as there is room for all of them; in long contexts those that read the same keys and values would wait for each other.
+/// Columns (rows of the pass times heads of a group) that one attention block takes, in a grid of `chunks` blocks a KV
+/// head. Narrow blocks are faster as long as there is room for all of them; in long contexts those that read the same
+/// keys and values would wait for each other.
 fn attention_columns(columns: usize, n_kv_heads: usize, chunks: usize) -> usize {
     const ROOM: usize = 1536;
     if columns <= 16 || chunks * n_kv_heads * columns.div_ceil(16) <= ROOM {
@@ -543,8 +574,8 @@ impl Norms {
     }
 }
 
-/// The last writer of a buffer prepares it for the first norm that reads it. A buffer that is read through two different norms, or written
-/// by something that cannot prepare, is normalised apart.
+/// The last writer of a buffer prepares it for the first norm that reads it. A buffer that is read through two
+/// different norms, or written by something that cannot prepare, is normalised apart.
 pub fn norms(plan: &Plan) -> Norms {
     let mut norms = Norms { next: vec![None; plan.steps.len()], apart: BTreeSet::new() };
     let mut writer: BTreeMap<BufferId, usize> = BTreeMap::new();
@@ -564,7 +595,9 @@ pub fn norms(plan: &Plan) -> Norms {
                     Epilogue::SiluMul { .. } | Epilogue::Partial { .. } | Epilogue::Logits { .. } => {}
                 }
             }
-            Step::Router(Router { input, .. }) | Step::ExpertsUp(Mixture { input, .. }) => norms.read(i, 0, input, &writer),
+            Step::Router(Router { input, .. }) | Step::ExpertsUp(Mixture { input, .. }) => {
+                norms.read(i, 0, input, &writer)
+            }
             Step::ExpertsDown(m) => {
                 if let Epilogue::Residual { x, .. } = m.epilogue {
                     writer.insert(x, i);
@@ -584,7 +617,8 @@ pub fn norms(plan: &Plan) -> Norms {
     norms
 }
 
-/// What a request asks of the sampling kernels. Each gives the same token as those below where it applies, in fewer kernels.
+/// What a request asks of the sampling kernels. Each gives the same token as those below where it applies, in fewer
+/// kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Choice {
     /// Temperature 0 and nothing that changes logits: the head's own maxima decide.
@@ -600,7 +634,8 @@ pub fn linear_blocks(groups: usize, n_sms: usize) -> usize {
     groups.min(2 * n_sms)
 }
 
-/// The runs of rows that kernels for up to `MAX_WIDTH` rows take: first row and number. Those behind the rows in use find nothing to do.
+/// The runs of rows that kernels for up to `MAX_WIDTH` rows take: first row and number. Those behind the rows in use
+/// find nothing to do.
 fn slabs(rows: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..rows).step_by(MAX_WIDTH).map(move |first| (first, MAX_WIDTH.min(rows - first)))
 }
@@ -687,20 +722,28 @@ impl Launcher<'_> {
         }
     }
 
-    /// Between the pass's feature buffer and the ring: a target pass stores its rows at their positions, a drafter's pass takes its own.
+    /// Between the pass's feature buffer and the ring: a target pass stores its rows at their positions, a drafter's
+    /// pass takes its own.
     fn features(&self, store: bool) -> Result<()> {
-        let (Some(drafter), Some(buffer)) = (&self.arena.drafter, self.plan.buffers.iter().find(|b| b.kind == BufferKind::Feature)) else {
+        let (Some(drafter), Some(buffer)) =
+            (&self.arena.drafter, self.plan.buffers.iter().find(|b| b.kind == BufferKind::Feature))
+        else {
             return Ok(());
         };
         let (ring, rows) = (drafter.ring.at(0), self.arena.buffers[buffer.name].at(0));
         let mask = FEATURE_ROWS as i32 - 1;
-        let mut params =
-            CopyParams { n_rows: self.n_rows(self.rows())?, rows: self.rows() as i32, dim: buffer.dim as i32, ..CopyParams::zeroed() };
+        let mut params = CopyParams {
+            n_rows: self.n_rows(self.rows())?,
+            rows: self.rows() as i32,
+            dim: buffer.dim as i32,
+            ..CopyParams::zeroed()
+        };
         if store {
             (params.from, params.from_mask) = (rows, -1);
             (params.to, params.to_mask, params.to_start) = (ring, mask, self.arena.state(state_offset!(length)));
         } else {
-            (params.from, params.from_mask, params.from_start) = (ring, mask, self.draft(std::mem::offset_of!(DraftRows, start))?);
+            (params.from, params.from_mask, params.from_start) =
+                (ring, mask, self.draft(std::mem::offset_of!(DraftRows, start))?);
             (params.to, params.to_mask) = (rows, -1);
         }
         self.launch(&self.kernels.copy_rows, (self.rows(), 1, 1), 128, 0, &params)
@@ -715,7 +758,9 @@ impl Launcher<'_> {
     fn n_rows(&self, rows: usize) -> Result<u64> {
         match self.plan.pass {
             Pass::Prefill { .. } | Pass::Verify { .. } => Ok(self.arena.state(state_offset!(rows))),
-            Pass::Draft { .. } | Pass::DraftPrefill { .. } if rows == self.rows() => self.draft(std::mem::offset_of!(DraftRows, rows)),
+            Pass::Draft { .. } | Pass::DraftPrefill { .. } if rows == self.rows() => {
+                self.draft(std::mem::offset_of!(DraftRows, rows))
+            }
             Pass::Draft { .. } | Pass::DraftPrefill { .. } => self.draft(std::mem::offset_of!(DraftRows, one)),
         }
     }
@@ -777,7 +822,14 @@ impl Launcher<'_> {
         self.plan.rows()
     }
 
-    fn launch<P: Params>(&self, kernel: &Kernel, grid: (usize, usize, usize), block: u32, shared: u32, params: &P) -> Result<()> {
+    fn launch<P: Params>(
+        &self,
+        kernel: &Kernel,
+        grid: (usize, usize, usize),
+        block: u32,
+        shared: u32,
+        params: &P,
+    ) -> Result<()> {
         let grid = (grid.0 as u32, grid.1 as u32, grid.2 as u32);
         self.gpu.launch(kernel, Launch { grid, block, shared, early: !self.full_edge.take() }, params)
     }
@@ -786,7 +838,8 @@ impl Launcher<'_> {
         self.link.context("a plan of several ranks without a link between them")
     }
 
-    /// `words` a row from byte `at` of the sampling scratch become the maximum or the sum of all ranks' words, if a row's flag at `flags` is set.
+    /// `words` a row from byte `at` of the sampling scratch become the maximum or the sum of all ranks' words, if a
+    /// row's flag at `flags` is set.
     fn exchange(&self, step: &str, flags: usize, at: usize, words: usize, op: Exchange) -> Result<()> {
         let (link, scratch) = (self.link()?, &self.arena.sample_scratch);
         link.exchange_if((scratch.at(flags), self.rows()), step, scratch.at(at), self.rows() * words, op)?;
@@ -794,7 +847,15 @@ impl Launcher<'_> {
         Ok(())
     }
 
-    fn all_reduce(&self, step: usize, partial: BufferId, x: BufferId, dim: usize, bias: Option<WeightId>, tap: Option<Tap>) -> Result<()> {
+    fn all_reduce(
+        &self,
+        step: usize,
+        partial: BufferId,
+        x: BufferId,
+        dim: usize,
+        bias: Option<WeightId>,
+        tap: Option<Tap>,
+    ) -> Result<()> {
         let (plan, arena) = (self.plan, self.arena);
         let rows = self.rows_of(x);
         let (next_norm, normed, squares) = self.prepared(step, x);
@@ -852,7 +913,9 @@ impl Launcher<'_> {
     fn prepared(&self, step: usize, out: BufferId) -> (u64, u64, u64) {
         let name = self.plan.buffer(out).name;
         match self.norms.next[step] {
-            Some(norm) if !self.prefills() => (self.arena.vectors[&norm], self.arena.normed[name].at(0), self.arena.squares[name].at(0)),
+            Some(norm) if !self.prefills() => {
+                (self.arena.vectors[&norm], self.arena.normed[name].at(0), self.arena.squares[name].at(0))
+            }
             _ => (0, 0, 0),
         }
     }
@@ -895,10 +958,15 @@ impl Launcher<'_> {
         let rows = self.rows_of(out);
         let n_rows = self.n_rows(rows)?;
         let matrix = &arena.matrices[&linear.weight];
-        ensure!(linear.inputs.len() <= 2 && linear.inputs.len() == matrix.parts.len(), "{} inputs", linear.inputs.len());
+        ensure!(
+            linear.inputs.len() <= 2 && linear.inputs.len() == matrix.parts.len(),
+            "{} inputs",
+            linear.inputs.len()
+        );
         let mut part = [LinearPart::zeroed(); 2];
         for (i, input) in linear.inputs.iter().enumerate() {
-            let weights = LinearPart { weights: matrix.parts[i].at, scales: matrix.parts[i].scales_at, ..LinearPart::zeroed() };
+            let weights =
+                LinearPart { weights: matrix.parts[i].at, scales: matrix.parts[i].scales_at, ..LinearPart::zeroed() };
             part[i] = self.input(step, i, input, rows, matrix.tiles, weights)?;
         }
         let mut params = LinearParams {
@@ -947,7 +1015,11 @@ impl Launcher<'_> {
     fn linear_rows(&self, matrix: &Matrix, params: LinearParams) -> Result<()> {
         let (rows, two) = (params.rows as usize, params.n_parts == 2);
         if rows > MAX_WIDTH && matrix.tiles == Tiles::Bf16 {
-            let variant = if two { &self.kernels.linear_prefill_two } else { &self.kernels.linear_prefill[(rows > 256) as usize] };
+            let variant = if two {
+                &self.kernels.linear_prefill_two
+            } else {
+                &self.kernels.linear_prefill[(rows > 256) as usize]
+            };
             let grid = (rows.div_ceil(variant.m), matrix.n_tiles.div_ceil(variant.n / 16), 1);
             return self.launch(&variant.kernel, grid, variant.threads, PREFILL_SHARED, &params);
         }
@@ -969,8 +1041,17 @@ impl Launcher<'_> {
         Ok(())
     }
 
-    /// What a linear layer of `rows` reads, input number `i` of a step: with a norm, the rows that their writer or a kernel of its own has prepared.
-    fn input(&self, step: usize, i: usize, input: &Input, rows: usize, tiles: Tiles, weights: LinearPart) -> Result<LinearPart> {
+    /// What a linear layer of `rows` reads, input number `i` of a step: with a norm, the rows that their writer or a
+    /// kernel of its own has prepared.
+    fn input(
+        &self,
+        step: usize,
+        i: usize,
+        input: &Input,
+        rows: usize,
+        tiles: Tiles,
+        weights: LinearPart,
+    ) -> Result<LinearPart> {
         let (unit_columns, _) = tiles.unit();
         let (plan, arena) = (self.plan, self.arena);
         let units = input.dim.div_ceil(unit_columns);
@@ -1053,7 +1134,8 @@ impl Launcher<'_> {
             return self.launch(&attend.1, ((rows * group).div_ceil(64), a.n_kv_heads, 1), 128, 0, &params);
         }
         let columns = attention_columns(rows * group, a.n_kv_heads, self.chunks);
-        let kernel = self.kernels.attention_decode.iter().find(|k| k.0 == a.head_dim && k.1 == columns).with_context(missing)?;
+        let kernel =
+            self.kernels.attention_decode.iter().find(|k| k.0 == a.head_dim && k.1 == columns).with_context(missing)?;
         self.launch(&kernel.2, (self.chunks, a.n_kv_heads, (rows * group).div_ceil(columns)), 256, 0, &params)
     }
 
@@ -1073,14 +1155,20 @@ impl Launcher<'_> {
         }
     }
 
-    /// One of the three steps of latent attention. Slabs share the memory of partials: what one leaves is folded before the next attends.
+    /// One of the three steps of latent attention. Slabs share the memory of partials: what one leaves is folded before
+    /// the next attends.
     fn latent(&self, step: &Step, a: &LatentAttention) -> Result<()> {
         let (plan, arena, d) = (self.plan, self.arena, a.dims);
         let rows = self.rows_of(a.out);
         let cache = self.cache(a.owner)?;
         let absorbed = &arena.absorbed[&a.kv_b];
         let at = |id: BufferId, first: usize| arena.buffer(plan, id) + (2 * first * plan.buffer(id).dim) as u64;
-        let kernels = self.kernels.latents.iter().find(|k| k.dims == [d.kv_rank, d.rope_dim]).context("no kernels for these latents")?;
+        let kernels = self
+            .kernels
+            .latents
+            .iter()
+            .find(|k| k.dims == [d.kv_rank, d.rope_dim])
+            .context("no kernels for these latents")?;
         for (first, n) in slabs(rows) {
             let params = LatentParams {
                 latents: at(a.latents, first),
@@ -1109,7 +1197,8 @@ impl Launcher<'_> {
                 norm_eps: plan.eps(a.kv_norm),
                 first_row: first as i32,
             };
-            let attend = || self.launch(&kernels.attend, (self.chunks, (n * a.n_heads).div_ceil(16), 1), 256, 0, &params);
+            let attend =
+                || self.launch(&kernels.attend, (self.chunks, (n * a.n_heads).div_ceil(16), 1), 256, 0, &params);
             match step {
                 Step::LatentQuery(_) => {
                     let tasks = a.n_heads * d.kv_rank / 16 + n * (a.n_heads + 1);
@@ -1147,7 +1236,13 @@ impl Launcher<'_> {
                 first_row: first as i32,
                 pad: 0,
             };
-            self.launch(&self.kernels.router[(n > 8) as usize], (n_experts.div_ceil(16), ROUTER_SPLITS, 1), 512, 0, &params)?;
+            self.launch(
+                &self.kernels.router[(n > 8) as usize],
+                (n_experts.div_ceil(16), ROUTER_SPLITS, 1),
+                512,
+                0,
+                &params,
+            )?;
         }
         Ok(())
     }
@@ -1168,11 +1263,16 @@ impl Launcher<'_> {
         let routed = if up { m.gate_up } else { m.down };
         let shared = m.shared.as_ref().map(|s| (if up { s.gate_up } else { s.down }, s.dim));
         let tiles = [Some(matrices[&routed].tiles), shared.map(|(id, _)| matrices[&id].tiles)];
-        let fits = |k: &&ExpertKernels| k.tiles.iter().zip(tiles).all(|(k, tiles)| tiles.is_none_or(|tiles| tiles == *k));
+        let fits =
+            |k: &&ExpertKernels| k.tiles.iter().zip(tiles).all(|(k, tiles)| tiles.is_none_or(|tiles| tiles == *k));
         let params = ExpertParams {
             routed: side(routed, m.expert_dim),
             shared: shared.map_or(ExpertMatrix::zeroed(), |(id, dim)| side(id, dim)),
-            route: RouteParams { n_rows: self.n_rows(self.rows_of(m.act))?, top_k: m.top_k as i32, ..RouteParams::zeroed() },
+            route: RouteParams {
+                n_rows: self.n_rows(self.rows_of(m.act))?,
+                top_k: m.top_k as i32,
+                ..RouteParams::zeroed()
+            },
             n: m.n as i32,
             ..ExpertParams::zeroed()
         };
@@ -1229,7 +1329,9 @@ impl Launcher<'_> {
                 (params.next_norm, params.normed, params.squares_out) = self.prepared(step, x);
             }
             Epilogue::Partial { out } => params.partial = arena.buffer(plan, out),
-            Epilogue::Store { .. } | Epilogue::SiluMul { .. } | Epilogue::Logits { .. } => bail!("experts end in the residual stream"),
+            Epilogue::Store { .. } | Epilogue::SiluMul { .. } | Epilogue::Logits { .. } => {
+                bail!("experts end in the residual stream")
+            }
         }
         for (first, n) in slabs(rows) {
             let route = RouteParams { work: self.expert_work(first), first_row: first as i32, ..params.route };
@@ -1270,8 +1372,10 @@ impl Launcher<'_> {
             round: SAMPLE_ROUNDS as i32,
         };
         let k = self.kernels;
-        let (row, wide) =
-            ((1, self.rows(), 1), (columns.div_ceil(SAMPLE_SLICE).max(2 * self.gpu.info().n_sms / self.rows()), self.rows(), 1));
+        let (row, wide) = (
+            (1, self.rows(), 1),
+            (columns.div_ceil(SAMPLE_SLICE).max(2 * self.gpu.info().n_sms / self.rows()), self.rows(), 1),
+        );
         if self.plan.ranks.count > 1 {
             self.choose_with_ranks(&params, wide)?;
         } else if self.choice != Choice::Greedy {
@@ -1295,13 +1399,25 @@ impl Launcher<'_> {
         }
         if self.choice == Choice::Filtered {
             self.launch(&k.sample_count, wide, 256, 0, params)?;
-            self.exchange("the bins of top-k and top-p", SAMPLE_IN_USE_AT, SAMPLE_BINS_AT, SAMPLE_BIN_WORDS, Exchange::Sum)?;
+            self.exchange(
+                "the bins of top-k and top-p",
+                SAMPLE_IN_USE_AT,
+                SAMPLE_BINS_AT,
+                SAMPLE_BIN_WORDS,
+                Exchange::Sum,
+            )?;
         }
         self.launch(&k.sample_choose, wide, 256, 0, params)?;
         if self.choice == Choice::Filtered {
             for round in 0..SAMPLE_ROUNDS {
                 self.launch(&k.sample_narrow, row, 256, 0, &SampleParams { round: round as i32, ..*params })?;
-                self.exchange("the cuts of top-k and top-p", SAMPLE_OPEN_AT, SAMPLE_DIGITS_AT, SAMPLE_DIGIT_WORDS, Exchange::Sum)?;
+                self.exchange(
+                    "the cuts of top-k and top-p",
+                    SAMPLE_OPEN_AT,
+                    SAMPLE_DIGITS_AT,
+                    SAMPLE_DIGIT_WORDS,
+                    Exchange::Sum,
+                )?;
             }
             self.launch(&k.sample_settle, row, 256, 0, params)?;
         }

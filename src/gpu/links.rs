@@ -1,8 +1,10 @@
-//! What connects the ranks' GPUs, and which way of adding sums is right and fastest on it: measured at start and remembered.
+//! What connects the ranks' GPUs, and which way of adding sums is right and fastest on it: measured at start and
+//! remembered.
 //!
-//! `settle` is what every rank calls, all at the same time, before its Machine is made. `probe` measures pairs of GPUs with stores and loads of their SMs,
-//! since copy engines do not show what is wrong with those; `tune` checks the sums of every algorithm, then times it. All ranks see the same numbers
-//! and so choose alike. The kernels are those of kernels/comm.cuh; what runs between ranks otherwise is in comm.rs.
+//! `settle` is what every rank calls, all at the same time, before its Machine is made. `probe` measures pairs of GPUs
+//! with stores and loads of their SMs, since copy engines do not show what is wrong with those; `tune` checks the sums
+//! of every algorithm, then times it. All ranks see the same numbers and so choose alike. The kernels are those of
+//! kernels/comm.cuh; what runs between ranks otherwise is in comm.rs.
 use super::comm::{self, Algorithm, AllReduce, Choice, Exchange, FaultKind, Link, Place};
 use super::device::{Gpu, Kernel, Launch, Memory, Pinned};
 use super::machine::{STORAGE, WIDTHS};
@@ -28,7 +30,8 @@ pub struct Collectives {
     pub algorithm: Option<Algorithm>,
     /// Whether every rank has all of attention; None: where `tune` finds sums to take longer than reading it.
     pub whole_attention: Option<bool>,
-    /// Whether ranks divide the layer of a drafter that can be divided; None: where that is faster. The text is the same.
+    /// Whether ranks divide the layer of a drafter that can be divided; None: where that is faster. The text is the
+    /// same.
     pub split_drafter: Option<bool>,
     /// The NCCL library; None: where the system finds it.
     pub nccl: Option<PathBuf>,
@@ -110,16 +113,20 @@ impl State {
     }
 }
 
-// Limits between what was measured on machines with RTX PRO 6000s that were well and on those that were not (github.com/local-inference-lab/rtx6kpro, hardware/ and
-// optimization/pcie-oneshot-allreduce.md).
+// Limits between what was measured on machines with RTX PRO 6000s that were well and on those that were not
+// (github.com/local-inference-lab/rtx6kpro, hardware/ and optimization/pcie-oneshot-allreduce.md).
 
-/// One way of a word between healthy GPUs takes 0.6 to 1.5 us on PCIe, and a fence and a poll up to 1 us; 14 us with peer access off.
+/// One way of a word between healthy GPUs takes 0.6 to 1.5 us on PCIe, and a fence and a poll up to 1 us; 14 us with
+/// peer access off.
 const STAGED_LATENCY_US: f64 = 5.0;
-/// A GPU gets 20 GB/s while all are busy, 6.5 GB/s on the worst healthy board known; 3 GB/s where the driver stages SM accesses through host memory.
+/// A GPU gets 20 GB/s while all are busy, 6.5 GB/s on the worst healthy board known; 3 GB/s where the driver stages SM
+/// accesses through host memory.
 const STAGED_RATE: f64 = 5e9;
-/// Boards whose posted writes collapse were seen at 2.7 to 7 GB/s (collapse-report.md), with reads at 20 (all busy) to 53 GB/s (one alone).
+/// Boards whose posted writes collapse were seen at 2.7 to 7 GB/s (collapse-report.md), with reads at 20 (all busy) to
+/// 53 GB/s (one alone).
 const COLLAPSE_RATIO: f64 = 2.5;
-/// Faster stores are no collapse, whatever loads reach: NVLink loads 190 GB/s and stores 58 GB/s in 16-byte words (two H200).
+/// Faster stores are no collapse, whatever loads reach: NVLink loads 190 GB/s and stores 58 GB/s in 16-byte words (two
+/// H200).
 const COLLAPSE_RATE: f64 = 20e9;
 
 impl Pair {
@@ -128,7 +135,10 @@ impl Pair {
         match self.latency_us {
             _ if is_off => State::Off,
             _ if self.same_gpu => State::SameGpu,
-            _ if self.load_rate >= STAGED_RATE && self.store_rate < COLLAPSE_RATE && self.store_rate * COLLAPSE_RATIO < self.load_rate => {
+            _ if self.load_rate >= STAGED_RATE
+                && self.store_rate < COLLAPSE_RATE
+                && self.store_rate * COLLAPSE_RATIO < self.load_rate =>
+            {
                 State::Collapsed
             }
             Some(us) if us > STAGED_LATENCY_US => State::Staged,
@@ -164,7 +174,9 @@ impl fmt::Display for Pair {
         };
         write!(f, "rank {} ({}) to rank {} ({}): {state}: ", self.from, self.gpus[0], self.to, self.gpus[1])?;
         let words = PATTERN_BYTES / 16;
-        for (what, rate, wrong) in [("stores", self.store_rate, self.wrong_stores), ("loads", self.load_rate, self.wrong_loads)] {
+        for (what, rate, wrong) in
+            [("stores", self.store_rate, self.wrong_stores), ("loads", self.load_rate, self.wrong_loads)]
+        {
             match wrong {
                 0 => write!(f, "{what} {:.1} GB/s, ", rate / 1e9)?,
                 _ => write!(f, "{wrong} of {words} {what} wrong, ")?,
@@ -189,8 +201,11 @@ pub struct Tuned {
 
 impl fmt::Display for Tuned {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let times: Vec<String> =
-            self.times.iter().map(|(c, us)| format!("{} {us:.1} us ({} blocks)", c.algorithm.name(), c.blocks)).collect();
+        let times: Vec<String> = self
+            .times
+            .iter()
+            .map(|(c, us)| format!("{} {us:.1} us ({} blocks)", c.algorithm.name(), c.blocks))
+            .collect();
         write!(f, "{} rows: {}: {}", self.rows, self.choice.algorithm.name(), times.join(", "))
     }
 }
@@ -207,9 +222,11 @@ pub struct AttentionCost {
 
 /// A short conversation.
 const DEPTH: usize = 2048;
-/// Sums over ranks that are well take 4 us (NVLink, measured) to 20 us (eight GPUs on PCIe, published); a machine is only given up, and the text another one, beyond.
+/// Sums over ranks that are well take 4 us (NVLink, measured) to 20 us (eight GPUs on PCIe, published); a machine is
+/// only given up, and the text another one, beyond.
 const SLOW_SUM_US: f64 = 40.0;
-/// The time of a sum is measured, that of reading comes from the memory's clock, and prompts take longer: whole attention must promise more.
+/// The time of a sum is measured, that of reading comes from the memory's clock, and prompts take longer: whole
+/// attention must promise more.
 const PROMISE: f64 = 1.5;
 
 impl AttentionCost {
@@ -225,22 +242,31 @@ impl fmt::Display for AttentionCost {
             false if self.fits => "divided",
             false => "divided: all of it does not fit",
         };
-        write!(f, "{how}: a layer's sum takes {:.1} us, reading the other ranks' part {:.1} us", self.sum_us, self.read_us)
+        write!(
+            f,
+            "{how}: a layer's sum takes {:.1} us, reading the other ranks' part {:.1} us",
+            self.sum_us, self.read_us
+        )
     }
 }
 
-/// Whether every rank should have all of the attention of a model, with room for `context` tokens. All ranks at the same time, behind `settle`, which found `found`.
+/// Whether every rank should have all of the attention of a model, with room for `context` tokens. All ranks at the
+/// same time, behind `settle`, which found `found`.
 pub fn attention(link: &Link, config: &Config, context: usize, found: &Found) -> Result<Option<AttentionCost>> {
     let Some(sum_us) = found.sum_us().filter(|_| !link.shared) else { return Ok(None) };
     let (ranks, rate) = (link.as_ranks(), link.gpu().info().memory_rate());
     // Where heads cannot be divided there is nothing to choose.
-    let plan = |whole_attention| plan::target(config, Pass::Verify { width: 1 }, Ranks { whole_attention, ..ranks }, &[]);
+    let plan =
+        |whole_attention| plan::target(config, Pass::Verify { width: 1 }, Ranks { whole_attention, ..ranks }, &[]);
     let (Ok(divided), Ok(whole)) = (plan(false), plan(true)) else { return Ok(None) };
     // What a pass reads of a full cache is what lies in memory, the embedding and work apart.
     let needed = whole.bytes(context, STORAGE) as f64 * 1.2;
     let own = AttentionCost {
         sum_us,
-        read_us: (whole.bytes(DEPTH, STORAGE) - divided.bytes(DEPTH, STORAGE)) as f64 / config.n_layers as f64 / rate.max(1.0) * 1e6,
+        read_us: (whole.bytes(DEPTH, STORAGE) - divided.bytes(DEPTH, STORAGE)) as f64
+            / config.n_layers as f64
+            / rate.max(1.0)
+            * 1e6,
         fits: rate > 0.0 && needed < link.gpu().memory()?.0 as f64,
     };
     let all: Vec<(f64, bool)> = gathered(link, &(own.read_us, own.fits))?;
@@ -248,12 +274,14 @@ pub fn attention(link: &Link, config: &Config, context: usize, found: &Found) ->
     Ok(Some(AttentionCost { read_us, fits: all.iter().all(|(_, fits)| *fits), ..own }))
 }
 
-/// Whether a draft is made sooner when ranks divide the drafter's layer, two sums over ranks included. All ranks at the same time, as `attention`.
+/// Whether a draft is made sooner when ranks divide the drafter's layer, two sums over ranks included. All ranks at the
+/// same time, as `attention`.
 pub fn splitting_pays(link: &Link, drafter: &Drafter, found: &Found) -> Result<bool> {
     let Some(sum_us) = found.sum_us().filter(|_| !link.shared) else { return Ok(false) };
     // Of one draft more.
     let bytes = |ranks: Ranks| -> Result<f64> {
-        let [two, one] = [2, 1].map(|drafts| plan::drafter(drafter, Pass::Draft { width: MAX_DRAFTS + 1, drafts }, ranks));
+        let [two, one] =
+            [2, 1].map(|drafts| plan::drafter(drafter, Pass::Draft { width: MAX_DRAFTS + 1, drafts }, ranks));
         Ok((two?.bytes(DEPTH, STORAGE) - one?.bytes(DEPTH, STORAGE)) as f64)
     };
     let saved = bytes(Ranks::ONE)? - bytes(Ranks { split_drafter: true, ..Ranks::new(link.rank, link.ranks()) })?;
@@ -275,7 +303,8 @@ impl fmt::Display for Failed {
     }
 }
 
-/// Finds out what connects the ranks, as far as `collectives` asks for it, and sets what `link` uses for rows of `hidden`. All ranks at the same time.
+/// Finds out what connects the ranks, as far as `collectives` asks for it, and sets what `link` uses for rows of
+/// `hidden`. All ranks at the same time.
 pub fn settle(link: &mut Link, collectives: &Collectives, hidden: usize) -> Result<Found> {
     let mut found = Found::default();
     let Collectives { algorithm, measure, .. } = collectives;
@@ -308,7 +337,9 @@ pub fn settle(link: &mut Link, collectives: &Collectives, hidden: usize) -> Resu
             match open_nccl(link, collectives)? {
                 Ok(library) => {
                     let attached = link.attach_nccl(&library, Algorithm::Nccl, &sizes(), hidden);
-                    found.failed.extend(attached.err().map(|e| Failed { algorithm: Algorithm::Nccl, why: format!("{e:#}") }));
+                    found
+                        .failed
+                        .extend(attached.err().map(|e| Failed { algorithm: Algorithm::Nccl, why: format!("{e:#}") }));
                 }
                 Err(e) if collectives.nccl.is_some() => return Err(e),
                 Err(_) => {} // it is not here
@@ -336,7 +367,10 @@ pub fn settle(link: &mut Link, collectives: &Collectives, hidden: usize) -> Resu
                 link.attach_nccl(&open_nccl(link, collectives)??, algorithm, &sizes(), hidden)?;
             }
             link.choose(
-                sizes().into_iter().map(|rows| (rows, Choice { algorithm, blocks: link.blocks(algorithm, rows, hidden) })).collect(),
+                sizes()
+                    .into_iter()
+                    .map(|rows| (rows, Choice { algorithm, blocks: link.blocks(algorithm, rows, hidden) }))
+                    .collect(),
             );
         }
         None => {
@@ -354,7 +388,9 @@ fn open_nccl(link: &Link, collectives: &Collectives) -> Result<Result<Arc<nccl::
     let library = nccl::Library::open(collectives.nccl.as_deref());
     let found = link.all_gather(&[library.is_ok() as u8])?;
     let missing = found.iter().position(|ok| ok[0] == 0);
-    Ok(library.and_then(|library| missing.map_or(Ok(library), |rank| Err(machine(format!("rank {rank} does not find NCCL"))))))
+    Ok(library.and_then(|library| {
+        missing.map_or(Ok(library), |rank| Err(machine(format!("rank {rank} does not find NCCL"))))
+    }))
 }
 
 /// Numbers of rows that passes have.
@@ -473,7 +509,10 @@ pub fn probe(link: &Link) -> Result<Vec<Pair>> {
         wrong_loads: rows[from].wrong_loads[to],
         latency_us: rows[to].latency_us[from].and(rows[from].latency_us[to]),
     };
-    Ok((0..ranks).flat_map(|from| (0..ranks).filter(move |to| *to != from).map(move |to| (from, to))).map(|(a, b)| pair(a, b)).collect())
+    Ok((0..ranks)
+        .flat_map(|from| (0..ranks).filter(move |to| *to != from).map(move |to| (from, to)))
+        .map(|(a, b)| pair(a, b))
+        .collect())
 }
 
 /// Of the flags of channel 0's first buffer.
@@ -500,7 +539,10 @@ impl Prober<'_> {
         comm.patience_us = comm.patience_us.min(PING_PATIENCE.as_micros() as u32);
         let at = self.link.window(peer, PATTERN_AT);
         let n = PATTERN_BYTES as u64 / 16;
-        (fault.is_some() as usize, PeerParams { comm, at, n, result: self.result.device(), seed, rounds: PING_ROUNDS as i32 })
+        (
+            fault.is_some() as usize,
+            PeerParams { comm, at, n, result: self.result.device(), seed, rounds: PING_ROUNDS as i32 },
+        )
     }
 
     fn launch(&self, kernels: &[Kernel; 2], grid: u32, block: u32, (fault, params): (usize, PeerParams)) -> Result<()> {
@@ -594,11 +636,13 @@ struct Bench<'a> {
     squares: Memory,   // [rows][dim / 16] f32
 }
 
-/// A graph of sums alone does not tell small differences: on two H200s pull was 4 % faster than push at 8 rows there, and made a pass of 8 rows of an 8B 5 % slower.
+/// A graph of sums alone does not tell small differences: on two H200s pull was 4 % faster than push at 8 rows there,
+/// and made a pass of 8 rows of an 8B 5 % slower.
 pub const NEARLY: f64 = 1.1;
 
-/// The fastest algorithm whose sums are right, or an earlier one of push, pull, two-shot and NCCL that is nearly as fast, for each number of rows of `dim`, ascending, and those that are not right, which are not used for any. All ranks at the
-/// same time. Nothing is tuned when nothing is right.
+/// The fastest algorithm whose sums are right, or an earlier one of push, pull, two-shot and NCCL that is nearly as
+/// fast, for each number of rows of `dim`, ascending, and those that are not right, which are not used for any. All
+/// ranks at the same time. Nothing is tuned when nothing is right.
 pub fn tune(link: &Link, rows: &[usize], dim: usize) -> Result<(Vec<Tuned>, Vec<Failed>)> {
     let bench = Bench::new(link, *rows.last().context("no rows")?, dim)?;
     let mut algorithms = vec![Algorithm::Push, Algorithm::Pull, Algorithm::TwoShot];
@@ -630,7 +674,8 @@ pub fn tune(link: &Link, rows: &[usize], dim: usize) -> Result<(Vec<Tuned>, Vec<
     for (_, times) in &mut tuned {
         times.retain(|(choice, _)| algorithms.contains(&choice.algorithm));
     }
-    let tuned = tuned.into_iter().filter_map(|(rows, times)| Some(Tuned { rows, choice: fastest(&times)?, times })).collect();
+    let tuned =
+        tuned.into_iter().filter_map(|(rows, times)| Some(Tuned { rows, choice: fastest(&times)?, times })).collect();
     link.barrier()?;
     Ok((tuned, failed))
 }
@@ -683,7 +728,8 @@ impl Bench<'_> {
         })
     }
 
-    /// Microseconds of a call in a graph, of the slowest rank, once the sums are right in graphs; the inner error says which are not. Alike on all ranks.
+    /// Microseconds of a call in a graph, of the slowest rank, once the sums are right in graphs; the inner error says
+    /// which are not. Alike on all ranks.
     fn measure(&self, choice: Choice, rows: usize) -> Result<Result<f64, String>> {
         let (link, gpu, n) = (self.link, self.link.gpu(), rows * self.dim);
         let sums = AllReduce {
@@ -763,7 +809,8 @@ impl Bench<'_> {
     }
 }
 
-/// What one rank says. The least of all ranks' counts: sums are wrong on others after one rank gave up, and who waits for finished sums waits for a rank that waits itself.
+/// What one rank says. The least of all ranks' counts: sums are wrong on others after one rank gave up, and who waits
+/// for finished sums waits for a rank that waits itself.
 #[derive(PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 enum Verdict {
     /// In which phase of the collective, and the whole line.
@@ -857,7 +904,10 @@ mod tests {
     fn attention_is_whole_where_sums_are_slow() {
         let cost = |sum_us, read_us, fits| AttentionCost { sum_us, read_us, fits };
         for (cost, text) in [
-            (cost(200.0, 54.0, true), "whole on every rank: a layer's sum takes 200.0 us, reading the other ranks' part 54.0 us"),
+            (
+                cost(200.0, 54.0, true),
+                "whole on every rank: a layer's sum takes 200.0 us, reading the other ranks' part 54.0 us",
+            ),
             (cost(4.2, 1.3, true), "divided: a layer's"),
             (cost(45.0, 54.0, true), "divided: a layer's"),
             (cost(45.0, 15.0, true), "whole"),
@@ -891,11 +941,20 @@ mod tests {
             (pair(20.0, 20.0, None), State::Off, "no answer to a ping"),
             (Pair { wrong_loads: 1, ..pair(20.0, 20.0, Some(1.0)) }, State::Off, "1 of 131072 loads wrong"),
             (Pair { same_gpu: true, ..pair(0.1, 20.0, Some(50.0)) }, State::SameGpu, "same GPU"),
-            (Pair { same_gpu: true, wrong_stores: 7, ..pair(9.0, 9.0, Some(1.0)) }, State::Off, "7 of 131072 stores wrong"),
+            (
+                Pair { same_gpu: true, wrong_stores: 7, ..pair(9.0, 9.0, Some(1.0)) },
+                State::Off,
+                "7 of 131072 stores wrong",
+            ),
         ] {
             let line = measured.to_string();
             assert_eq!(measured.state(), state, "{line}");
-            assert!(line.contains(cure) && line.starts_with("rank 0 (GPU 0, a) to rank 1 (GPU 1, b): ") && !line.contains('\n'), "{line}");
+            assert!(
+                line.contains(cure)
+                    && line.starts_with("rank 0 (GPU 0, a) to rank 1 (GPU 1, b): ")
+                    && !line.contains('\n'),
+                "{line}"
+            );
         }
     }
 }

@@ -1,12 +1,14 @@
-//! The CUDA backend: everything allocated and captured at start, then one graph replay per pass. Of several ranks each is a Machine, with a Link to
-//! the others; all get the same calls in the same order (ranks.rs), hold the same State, and choose the same tokens.
+//! The CUDA backend: everything allocated and captured at start, then one graph replay per pass. Of several ranks each
+//! is a Machine, with a Link to the others; all get the same calls in the same order (ranks.rs), hold the same State,
+//! and choose the same tokens.
 //!
-//! The sequence lives in device memory (params.rs, State); the host queues passes and reads their records from a ring in pinned memory. What
-//! a pass launches is kernels.rs; weights come from weights.rs.
+//! The sequence lives in device memory (params.rs, State); the host queues passes and reads their records from a ring
+//! in pinned memory. What a pass launches is kernels.rs; weights come from weights.rs.
 use super::comm::Link;
 use super::device::{Gpu, Graph, Pinned};
 use super::kernels::{
-    attention_scratch, check, element_bytes, linear_blocks, norms, Arena, Cache, Choice, DraftArena, Kernels, Launcher, Norms,
+    attention_scratch, check, element_bytes, linear_blocks, norms, Arena, Cache, Choice, DraftArena, Kernels, Launcher,
+    Norms,
 };
 use super::params::*;
 use super::weights::{Alias, Layout, Source};
@@ -15,7 +17,9 @@ use crate::decode::{Backend, Counters, End, Limits, Record, Sampling, StepTime, 
 use crate::error::{internal, machine};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
-use crate::model::plan::{self, BufferId, BufferKind, Epilogue, Linear, Mixture, Owner, Pass, Plan, Ranks, Shard, Step};
+use crate::model::plan::{
+    self, BufferId, BufferKind, Epilogue, Linear, Mixture, Owner, Pass, Plan, Ranks, Shard, Step,
+};
 use crate::model::plan::{Storage, FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS};
 use crate::model::weights::{Role, Weight, WeightId};
 use anyhow::{bail, Context, Result};
@@ -52,7 +56,8 @@ pub struct Options {
     pub fail_capture: fn(Pass) -> bool,
 }
 
-/// One rank of several, measured by itself on one GPU: it loads that rank's share and computes with it, and its sums lack the others' shares.
+/// One rank of several, measured by itself on one GPU: it loads that rank's share and computes with it, and its sums
+/// lack the others' shares.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Slice {
     pub ranks: Ranks,
@@ -110,7 +115,13 @@ pub struct StartTimings {
 
 impl Machine {
     /// One rank.
-    pub fn new(gpu: Gpu, config: Config, source: Source, options: Options, progress: &mut dyn FnMut(usize, usize)) -> Result<Machine> {
+    pub fn new(
+        gpu: Gpu,
+        config: Config,
+        source: Source,
+        options: Options,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Machine> {
         Machine::of_rank(gpu, None, config, source, options, progress)
     }
 
@@ -142,8 +153,10 @@ impl Machine {
         let fail = |link: &Option<Link>, e: &anyhow::Error| link.iter().for_each(|link| link.fail(&format!("{e:#}")));
         let require_graphs = options.require_graphs;
         let fail_capture = options.fail_capture;
-        let mut machine = Machine::build(gpu, &mut link, None, config, source, options, progress).inspect_err(|e| fail(&link, e))?;
-        let captured = machine.capture(require_graphs, fail_capture).inspect_err(|e| fail(&machine.link, e)).context("capture");
+        let mut machine =
+            Machine::build(gpu, &mut link, None, config, source, options, progress).inspect_err(|e| fail(&link, e))?;
+        let captured =
+            machine.capture(require_graphs, fail_capture).inspect_err(|e| fail(&machine.link, e)).context("capture");
         match captured {
             Ok(()) => Ok(machine),
             Err(e) if machine.link.is_none() => Err(e),
@@ -154,8 +167,8 @@ impl Machine {
         }
     }
 
-    /// Leaves everything to the end of the process, which is near: after the failure of one of several ranks a call that frees memory may wait, in the driver, for a
-    /// kernel of any GPU that reaches it.
+    /// Leaves everything to the end of the process, which is near: after the failure of one of several ranks a call
+    /// that frees memory may wait, in the driver, for a kernel of any GPU that reaches it.
     pub(super) fn abandon(self) {
         std::mem::forget(self);
     }
@@ -173,7 +186,10 @@ impl Machine {
         let ranks = slice.map(|slice| slice.ranks).or(link.as_ref().map(Link::as_ranks)).unwrap_or(Ranks::ONE);
         let drafter = options.drafter.take();
         let taps = drafter.as_ref().map_or(&[][..], |d| &d.shape.taps);
-        let passes = WIDTHS.map(|width| Pass::Verify { width }).into_iter().chain(PREFILL_ROWS.map(|rows| Pass::Prefill { rows }));
+        let passes = WIDTHS
+            .map(|width| Pass::Verify { width })
+            .into_iter()
+            .chain(PREFILL_ROWS.map(|rows| Pass::Prefill { rows }));
         let mut plans = BTreeMap::new();
         for pass in passes {
             let plan = plan::target(&config, pass, ranks, taps)?;
@@ -187,7 +203,8 @@ impl Machine {
             let prefill = PREFILL_ROWS.map(|rows| Pass::DraftPrefill { rows });
             let draft = (1..=MAX_DRAFTS).map(|drafts| Pass::Draft { width: MAX_DRAFTS + 1, drafts });
             for pass in prefill.into_iter().chain(draft) {
-                plans.insert(pass, plan::drafter(&d.shape, pass, if ranks.split_drafter { ranks } else { Ranks::ONE })?);
+                plans
+                    .insert(pass, plan::drafter(&d.shape, pass, if ranks.split_drafter { ranks } else { Ranks::ONE })?);
             }
         }
         for plan in plans.values() {
@@ -197,8 +214,11 @@ impl Machine {
             };
             plan.steps.iter().try_for_each(check).context(of)?;
         }
-        let plans: BTreeMap<Pass, (Plan, Norms)> =
-            plans.into_iter().map(|(pass, plan)| (pass, (norms(&plan), plan))).map(|(pass, (n, p))| (pass, (p, n))).collect();
+        let plans: BTreeMap<Pass, (Plan, Norms)> = plans
+            .into_iter()
+            .map(|(pass, plan)| (pass, (norms(&plan), plan)))
+            .map(|(pass, (n, p))| (pass, (p, n)))
+            .collect();
         let shard = Shard::of(&config, ranks)?;
         let capacity = (options.context + 2 * MAX_WIDTH).next_multiple_of(1024);
         let kv = plans[&Pass::Verify { width: 1 }].0.kv;
@@ -239,10 +259,17 @@ impl Machine {
         let latent = config.latent.is_some() || drafter.as_ref().is_some_and(|d| d.shape.latent.is_some());
         let chunks = attention_chunks(capacity, latent);
         if latent && chunks > LATENT_CHUNKS {
-            bail!("a context of {}: latent attention on the GPU goes up to 376,800 tokens; use a smaller --context", options.context);
+            bail!(
+                "a context of {}: latent attention on the GPU goes up to 376,800 tokens; use a smaller --context",
+                options.context
+            );
         }
-        let scratch = laid_out.iter().flat_map(|plan| &plan.steps).flat_map(|step| WIDTHS.map(|w| attention_scratch(step, w, chunks)));
-        let [partials, counters] = scratch.fold([0, 0], |most, found| [most[0].max(4 * found[0]), most[1].max(4 * found[1])]);
+        let scratch = laid_out
+            .iter()
+            .flat_map(|plan| &plan.steps)
+            .flat_map(|step| WIDTHS.map(|w| attention_scratch(step, w, chunks)));
+        let [partials, counters] =
+            scratch.fold([0, 0], |most, found| [most[0].max(4 * found[0]), most[1].max(4 * found[1])]);
         let (router_bytes, work_bytes) = match n_experts {
             0 => (0, 0),
             n => (rows * n * 4 * ROUTER_SPLITS, rows / MAX_WIDTH * EXPERT_WORK_BYTES),
@@ -268,7 +295,8 @@ impl Machine {
                 gpu.info().name, gb(needed), gb(layout.bytes()), options.context, gb(kv_bytes), gb(other), gb(free), gb(total)
             )));
         }
-        let mut timings = StartTimings { weight_bytes: layout.bytes(), kv_bytes, other_bytes: other, ..Default::default() };
+        let mut timings =
+            StartTimings { weight_bytes: layout.bytes(), kv_bytes, other_bytes: other, ..Default::default() };
 
         let kernels = Kernels::load(&gpu)?;
         let start = Instant::now();
@@ -290,7 +318,13 @@ impl Machine {
             Some(d) => {
                 let ids = |map: &Vec<u32>| gpu.store(&map.iter().map(|&id| id as i32).collect::<Vec<i32>>());
                 Some(DraftArena {
-                    cache: Cache::new(&gpu, &draft_kv.expect("a drafter has a plan"), capacity, &d.rope, d.shape.rope_dim())?,
+                    cache: Cache::new(
+                        &gpu,
+                        &draft_kv.expect("a drafter has a plan"),
+                        capacity,
+                        &d.rope,
+                        d.shape.rope_dim(),
+                    )?,
                     ring: gpu.allocate(2 * FEATURE_ROWS * d.shape.taps.len() * d.shape.target_hidden)?,
                     rows: gpu.allocate(std::mem::size_of::<DraftRows>())?,
                     target_ids: d.map.as_ref().map(ids).transpose()?,
@@ -325,7 +359,8 @@ impl Machine {
             history: gpu.allocate(4 * capacity)?,
             ring: ring.device(),
         };
-        let mut buckets: Vec<usize> = [2048, 16384].into_iter().filter(|&n| n < capacity).map(|n| attention_chunks(n, latent)).collect();
+        let mut buckets: Vec<usize> =
+            [2048, 16384].into_iter().filter(|&n| n < capacity).map(|n| attention_chunks(n, latent)).collect();
         buckets.push(chunks);
         Ok(Machine {
             graphs: BTreeMap::new(),
@@ -363,8 +398,8 @@ impl Machine {
         }
     }
 
-    /// Waits for the other ranks. A rank that allocates, as captures do, may have to wait for kernels of its GPU, and a collective waits for all
-    /// ranks: where one allocates, nothing runs.
+    /// Waits for the other ranks. A rank that allocates, as captures do, may have to wait for kernels of its GPU, and a
+    /// collective waits for all ranks: where one allocates, nothing runs.
     fn meet(&self) -> Result<()> {
         self.check_link()?;
         self.link.iter().try_for_each(Link::barrier)
@@ -403,11 +438,16 @@ impl Machine {
             let mut warned = false;
             for (chunks, &choice) in buckets.into_iter().flat_map(|b| choices.iter().map(move |c| (b, c))) {
                 let launcher = self.launcher(pass, chunks, choice);
-                let captured =
-                    if fail_capture(pass) { Err(anyhow::anyhow!("refused by the test")) } else { self.gpu.capture(|| launcher.run()) };
+                let captured = if fail_capture(pass) {
+                    Err(anyhow::anyhow!("refused by the test"))
+                } else {
+                    self.gpu.capture(|| launcher.run())
+                };
                 let graph = match captured {
                     Ok(graph) => Some(graph),
-                    Err(e) if require_graphs => return Err(machine(format!("the graph of {pass:?} was not captured: {e:#}"))),
+                    Err(e) if require_graphs => {
+                        return Err(machine(format!("the graph of {pass:?} was not captured: {e:#}")))
+                    }
                     Err(e) => {
                         if !std::mem::replace(&mut warned, true) {
                             eprintln!(
@@ -428,7 +468,8 @@ impl Machine {
 
     fn launcher(&self, pass: Pass, chunks: usize, choice: Choice) -> Launcher<'_> {
         let (plan, norms) = &self.plans[&pass];
-        // A pass that catches up in the middle of decoding leaves a row for the extend; one behind a prompt chunk does not.
+        // A pass that catches up in the middle of decoding leaves a row for the extend; one behind a prompt chunk does
+        // not.
         let behind = (pass == CATCH_UP) as usize;
         Launcher {
             gpu: &self.gpu,
@@ -455,21 +496,25 @@ impl Machine {
         }
     }
 
-    /// A sequence of distinct random tokens with `depth` rows in the cache and a pass of `width` rows ahead, for timing.
+    /// A sequence of distinct random tokens with `depth` rows in the cache and a pass of `width` rows ahead, for
+    /// timing.
     fn begin_timing(&mut self, width: usize, depth: usize) -> Result<()> {
         let limits = Limits { end_ids: Vec::new(), max_tokens: usize::MAX, context: usize::MAX >> 33 };
         self.begin(&[1], 0, &Sampling::default(), &limits)?;
         let id = |i: usize| ((i + 1) * 7919 % self.config.vocab) as i32;
-        let mut state = State { length: depth as i32, rows: width as i32, root: id(0), history_length: 1, ..State::zeroed() };
+        let mut state =
+            State { length: depth as i32, rows: width as i32, root: id(0), history_length: 1, ..State::zeroed() };
         state.n_drafts = width as i32 - 1;
         (1..width).for_each(|i| state.drafts[i - 1] = id(i));
         self.set_state(&state)?;
         // Every timed replay starts from this state again.
-        self.staging.slice_mut()[..STATE_BYTES].copy_from_slice(bytemuck::bytes_of(&State { pass: self.passes, ..state }));
+        self.staging.slice_mut()[..STATE_BYTES]
+            .copy_from_slice(bytemuck::bytes_of(&State { pass: self.passes, ..state }));
         Ok(())
     }
 
-    /// Milliseconds of each of `n` replays of these graphs, one behind the other, from the state that `begin_timing` staged, after two to warm up.
+    /// Milliseconds of each of `n` replays of these graphs, one behind the other, from the state that `begin_timing`
+    /// staged, after two to warm up.
     fn time_replays(&self, graphs: &[&Graph], n: usize) -> Result<Vec<f64>> {
         let mut events = Vec::new();
         for _ in 0..n + 2 {
@@ -538,7 +583,11 @@ impl Machine {
             self.check_link()?;
             if waited > PATIENCE {
                 self.gpu.is_idle()?; // an error says what stopped it
-                return Err(machine(format!("{} gave no result of pass {pass} in {} s", self.gpu.info().name, PATIENCE.as_secs())));
+                return Err(machine(format!(
+                    "{} gave no result of pass {pass} in {} s",
+                    self.gpu.info().name,
+                    PATIENCE.as_secs()
+                )));
             }
             // A pass takes tens of microseconds at least: after a short spin the core is given back.
             if waited > Duration::from_micros(50) {
@@ -549,8 +598,8 @@ impl Machine {
         }
     }
 
-    /// For checks: a pass over `tokens` at positions `position ..`, whatever was sampled before, as its graph or launch by launch; waits for it.
-    /// Rows of the positions before are in the cache already.
+    /// For checks: a pass over `tokens` at positions `position ..`, whatever was sampled before, as its graph or launch
+    /// by launch; waits for it. Rows of the positions before are in the cache already.
     pub fn force(&mut self, pass: Pass, tokens: &[u32], position: usize, eager: bool) -> Result<()> {
         self.place(pass, tokens, position)?;
         let end = position + tokens.len();
@@ -563,9 +612,15 @@ impl Machine {
         self.settle()
     }
 
-    /// For checks: every step of a pass but `Accept`, one launch at a time, and its output shown to `observe`, as cpu::Reference::run does: the
-    /// step, its output [rows, dim] and dim.
-    pub fn run(&mut self, pass: Pass, tokens: &[u32], position: usize, observe: &mut dyn FnMut(&Step, &[f32], usize)) -> Result<()> {
+    /// For checks: every step of a pass but `Accept`, one launch at a time, and its output shown to `observe`, as
+    /// cpu::Reference::run does: the step, its output [rows, dim] and dim.
+    pub fn run(
+        &mut self,
+        pass: Pass,
+        tokens: &[u32],
+        position: usize,
+        observe: &mut dyn FnMut(&Step, &[f32], usize),
+    ) -> Result<()> {
         self.place(pass, tokens, position)?;
         let launcher = self.launcher(pass, self.chunks(pass, position + tokens.len()), Choice::Greedy);
         for (i, step) in launcher.plan.steps.iter().enumerate() {
@@ -598,7 +653,8 @@ impl Machine {
         for (slab, routes) in routes.chunks_mut(MAX_WIDTH * 2 * top_k).enumerate() {
             let at = self.arena.expert_work.at(slab * EXPERT_WORK_BYTES);
             let work = self.gpu.download::<ExpertWork>(at, 1)?[0];
-            let items = self.gpu.download::<ExpertItem>(at + std::mem::size_of::<ExpertWork>() as u64, work.n as usize)?;
+            let items =
+                self.gpu.download::<ExpertItem>(at + std::mem::size_of::<ExpertWork>() as u64, work.n as usize)?;
             for item in items {
                 for i in 0..item.n as usize {
                     routes[item.row[i] as usize * 2 * top_k + item.slot[i] as usize] = item.expert as f32;
@@ -611,8 +667,8 @@ impl Machine {
         Ok(routes)
     }
 
-    /// For checks: the drafter behind the passes before, one launch at a time: `observe` sees the number of each draft, from 1, and its logits, and
-    /// says which target id takes the draft's place.
+    /// For checks: the drafter behind the passes before, one launch at a time: `observe` sees the number of each draft,
+    /// from 1, and its logits, and says which target id takes the draft's place.
     pub fn run_draft(&mut self, drafts: usize, observe: &mut dyn FnMut(usize, &[f32]) -> u32) -> Result<()> {
         let pass = Pass::Draft { width: MAX_DRAFTS + 1, drafts };
         let launcher = self.launcher(pass, self.chunks(pass, self.bound() + drafts), Choice::Greedy);
@@ -630,14 +686,18 @@ impl Machine {
         Ok(())
     }
 
-    /// For checks: median microseconds that a verify pass of `width` rows and a draft pass queued behind it take, as two graphs and as one graph
-    /// of both: the difference is what the GPU idles between two graphs more than between two kernels.
+    /// For checks: median microseconds that a verify pass of `width` rows and a draft pass queued behind it take, as
+    /// two graphs and as one graph of both: the difference is what the GPU idles between two graphs more than between
+    /// two kernels.
     pub fn time_cycle(&mut self, width: usize, drafts: usize, n: usize) -> Result<[f64; 2]> {
         self.begin_timing(width, 0)?;
         let passes = [Pass::Verify { width }, Pass::Draft { width: MAX_DRAFTS + 1, drafts }];
         let chunks = self.chunks(passes[0], width);
-        let both = self.gpu.capture(|| passes.iter().try_for_each(|&pass| self.launcher(pass, chunks, Choice::Greedy).run()))?;
-        let apart: Option<Vec<&Graph>> = passes.iter().map(|&pass| self.graphs[&(pass, chunks, Choice::Greedy)].as_ref()).collect();
+        let both = self
+            .gpu
+            .capture(|| passes.iter().try_for_each(|&pass| self.launcher(pass, chunks, Choice::Greedy).run()))?;
+        let apart: Option<Vec<&Graph>> =
+            passes.iter().map(|&pass| self.graphs[&(pass, chunks, Choice::Greedy)].as_ref()).collect();
         let apart = apart.context("the graph was not captured")?;
         let median = |mut times: Vec<f64>| {
             times.sort_by(f64::total_cmp);
@@ -646,8 +706,8 @@ impl Machine {
         Ok([median(self.time_replays(&apart, n)?), median(self.time_replays(&[&both], n)?)])
     }
 
-    /// For checks: what a pass should write becomes NaN in activations and logits, and 12.06 in the cache and in tapped features, where rows
-    /// that are masked out are multiplied by zero.
+    /// For checks: what a pass should write becomes NaN in activations and logits, and 12.06 in the cache and in tapped
+    /// features, where rows that are masked out are multiplied by zero.
     pub fn poison(&mut self) -> Result<()> {
         for (&name, memory) in &self.arena.buffers {
             self.gpu.fill(memory.at(0), if name == "features" { 0x41 } else { 0xff }, memory.bytes())?;
@@ -662,13 +722,23 @@ impl Machine {
     fn place(&mut self, pass: Pass, tokens: &[u32], position: usize) -> Result<()> {
         let plan = &self.plans.get(&pass).with_context(|| format!("{pass:?} is not a pass of this machine"))?.0;
         if tokens.is_empty() || tokens.len() > plan.rows() || position + tokens.len() > self.context + MAX_WIDTH {
-            bail!("{} rows at position {position}: the plan has {} rows, the context {}", tokens.len(), plan.rows(), self.context);
+            bail!(
+                "{} rows at position {position}: the plan has {} rows, the context {}",
+                tokens.len(),
+                plan.rows(),
+                self.context
+            );
         }
         let limits = Limits { end_ids: Vec::new(), max_tokens: usize::MAX, context: usize::MAX >> 33 };
         self.begin(&tokens[..1], 0, &Sampling::default(), &limits)?;
         let ids: Vec<i32> = tokens.iter().map(|&id| id as i32).collect();
-        let mut state =
-            State { length: position as i32, rows: ids.len() as i32, root: ids[0], history_length: position as i32 + 1, ..State::zeroed() };
+        let mut state = State {
+            length: position as i32,
+            rows: ids.len() as i32,
+            root: ids[0],
+            history_length: position as i32 + 1,
+            ..State::zeroed()
+        };
         if let Pass::Prefill { .. } = pass {
             self.stage(&ids, self.arena.history.at(4 * position))?;
         } else {
@@ -678,7 +748,8 @@ impl Machine {
         self.set_state(&state)
     }
 
-    /// For checks: logits of the first `rows` rows of the last verify pass, [rows, vocab], from all ranks; waits for it.
+    /// For checks: logits of the first `rows` rows of the last verify pass, [rows, vocab], from all ranks; waits for
+    /// it.
     pub fn logits(&self, rows: usize) -> Result<Vec<f32>> {
         let columns = Shard::of(&self.config, self.ranks)?.vocab;
         let own: Vec<f32> = self.gpu.download(self.arena.buffers["logits"].at(0), rows * columns)?;
@@ -688,15 +759,18 @@ impl Machine {
         for row in 0..rows {
             for rank in &ranks {
                 let row_bytes = rank.len() / rows;
-                all.extend(rank[row * row_bytes..][..row_bytes].chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+                all.extend(
+                    rank[row * row_bytes..][..row_bytes]
+                        .chunks_exact(4)
+                        .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])),
+                );
             }
         }
         Ok(all)
     }
 
-    /// Keys and values of positions `0 .. n` as stored, bf16 bits: keys [layer][kv head][n][head_dim], then values [layer][kv head][head_dim][n], which a
-    /// latent cache has not.
-    /// Waits for the stream.
+    /// Keys and values of positions `0 .. n` as stored, bf16 bits: keys [layer][kv head][n][head_dim], then values
+    /// [layer][kv head][head_dim][n], which a latent cache has not. Waits for the stream.
     pub fn kv_rows(&self, owner: Owner, n: usize) -> Result<Vec<u16>> {
         let (cache, pass) = match owner {
             Owner::Target => (&self.arena.cache, Pass::Verify { width: 1 }),
@@ -706,7 +780,8 @@ impl Machine {
         let [keys, values] = Cache::bytes(&kv, capacity).map(|bytes| bytes / 2);
         let (keys, values): (Vec<u16>, Vec<u16>) =
             (self.gpu.download(cache.keys.at(0), keys)?, self.gpu.download(cache.values.at(0), values)?);
-        let mut rows: Vec<u16> = keys.chunks_exact(capacity * kv.head_dim).flat_map(|head| &head[..n * kv.head_dim]).copied().collect();
+        let mut rows: Vec<u16> =
+            keys.chunks_exact(capacity * kv.head_dim).flat_map(|head| &head[..n * kv.head_dim]).copied().collect();
         rows.extend(values.chunks_exact(capacity).flat_map(|row| &row[..n]));
         Ok(rows)
     }
@@ -754,7 +829,8 @@ fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>, ranks
         aliases.extend(same.then(|| Alias { id: id(Role::DraftEmbed), of: id(Role::Embed), first_row: 0 }));
     }
     if let (Some(drafter), Source::Checkpoint(target)) = (drafter, source) {
-        let same_tensor = |a: Option<&Weight>, b: Option<&Weight>| a.zip(b).is_some_and(|(a, b)| a.parts[0].is(&b.parts[0]));
+        let same_tensor =
+            |a: Option<&Weight>, b: Option<&Weight>| a.zip(b).is_some_and(|(a, b)| a.parts[0].is(&b.parts[0]));
         // The drafter's head is whole on every rank; of several ranks, none has the target's whole head.
         let whole: &[Role] = if ranks.count == 1 && !config.tied { &[Role::Embed, Role::Head] } else { &[Role::Embed] };
         for role in [Role::DraftEmbed, Role::DraftHead] {
@@ -777,7 +853,10 @@ fn output(step: &Step) -> Option<BufferId> {
         Step::ExpertsUp(m) => Some(m.act),
         Step::AllReduce { x, .. } => Some(*x),
         Step::ExpertsDown(Mixture { epilogue, .. }) | Step::Linear(Linear { epilogue, .. }) => match *epilogue {
-            Epilogue::Store { out } | Epilogue::SiluMul { out } | Epilogue::Partial { out } | Epilogue::Logits { out } => Some(out),
+            Epilogue::Store { out }
+            | Epilogue::SiluMul { out }
+            | Epilogue::Partial { out }
+            | Epilogue::Logits { out } => Some(out),
             Epilogue::Residual { x, .. } => Some(x),
         },
         Step::Accept { .. } | Step::DraftToken { .. } => None,
@@ -786,7 +865,8 @@ fn output(step: &Step) -> Option<BufferId> {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // Nothing may be running when memory goes; an error was reported where it happened. Other ranks reach the link's memory only.
+        // Nothing may be running when memory goes; an error was reported where it happened. Other ranks reach the
+        // link's memory only.
         let _ = self.gpu.synchronize();
     }
 }
@@ -866,8 +946,8 @@ impl Backend for Machine {
             || sampling.frequency_penalty != 0.0
             || sampling.min_tokens > 0
             || !sampling.logit_bias.is_empty();
-        let filters =
-            sampling.temperature != 0.0 && (options.top_k > 0 && (options.top_k as usize) < self.config.vocab || sampling.top_p < 1.0);
+        let filters = sampling.temperature != 0.0
+            && (options.top_k > 0 && (options.top_k as usize) < self.config.vocab || sampling.top_p < 1.0);
         self.choice = match self.choices() {
             _ if sampling.temperature == 0.0 && !adjusts => Choice::Greedy,
             [.., Choice::Filtered] if filters => Choice::Filtered,
@@ -885,7 +965,8 @@ impl Backend for Machine {
             self.word(self.passes - 3, RECORD_COUNT)?;
         }
         self.row_counts.slice_mut()[slot] = tokens.len() as i32;
-        self.gpu.upload(&self.row_counts.slice_mut()[slot..slot + 1], self.arena.state.at(crate::state_offset!(rows)))?;
+        self.gpu
+            .upload(&self.row_counts.slice_mut()[slot..slot + 1], self.arena.state.at(crate::state_offset!(rows)))?;
         self.length += tokens.len();
         self.queue(Pass::Prefill { rows }, self.length)?;
         self.counters.prefill_replays += 1;
@@ -918,7 +999,9 @@ impl Backend for Machine {
             STOP_EOS => Some(End::Eos(*tokens.last().unwrap_or(&0))),
             STOP_LENGTH => Some(End::Length),
             STOP_CONTEXT => Some(End::Context),
-            STOP_NO_CHOICE => bail!("no token can be chosen: logit-bias and min-tokens ban all of them, or the logits are not finite"),
+            STOP_NO_CHOICE => {
+                bail!("no token can be chosen: logit-bias and min-tokens ban all of them, or the logits are not finite")
+            }
             other => return Err(internal(format!("unknown end {other} in a record"))),
         };
         let (accepted, drafted) = (word(RECORD_ACCEPTED)? as usize, word(RECORD_DRAFTS)? as usize);
@@ -1018,7 +1101,9 @@ impl Backend for Machine {
             let bytes = step.bytes(1, depth, STORAGE);
             match kinds.iter_mut().find(|k| k.kind == step.kind()) {
                 Some(k) => (k.count, k.bytes) = (k.count + 1, k.bytes + bytes),
-                None => kinds.push(StepTime { kind: step.kind(), count: 1, ms: whole - median(Some(&step.kind()))?, bytes }),
+                None => {
+                    kinds.push(StepTime { kind: step.kind(), count: 1, ms: whole - median(Some(&step.kind()))?, bytes })
+                }
             }
         }
         let seen: f64 = kinds.iter().map(|k| k.ms).sum();

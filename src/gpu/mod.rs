@@ -22,8 +22,8 @@ pub fn open(ordinal: usize) -> Result<device::Gpu> {
     Ok(device::Gpu::new(Rc::new(cuda::Cuda::open(ordinal)?)))
 }
 
-/// Lets the streams of several ranks on one GPU run side by side: 8 queues are the default, and streams that share one wait for each other. Before the
-/// first GPU is opened.
+/// Lets the streams of several ranks on one GPU run side by side: 8 queues are the default, and streams that share one
+/// wait for each other. Before the first GPU is opened.
 pub fn make_room_for_ranks() {
     const QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
     if std::env::var_os(QUEUES).is_none() {

@@ -1,7 +1,8 @@
-//! NCCL, as far as it is needed: ring all-gathers and all-reduces of bf16. A table of a dozen functions from libnccl.so.2, opened at run time, or linked in
-//! (feature static-nccl). One GPU needs none of it.
+//! NCCL, as far as it is needed: ring all-gathers and all-reduces of bf16. A table of a dozen functions from
+//! libnccl.so.2, opened at run time, or linked in (feature static-nccl). One GPU needs none of it.
 //!
-//! cudarc's own NCCL layer looks for libnccl.so, never for libnccl.so.2, which is what packages install, and panics where a symbol is missing.
+//! cudarc's own NCCL layer looks for libnccl.so, never for libnccl.so.2, which is what packages install, and panics
+//! where a symbol is missing.
 use super::cuda;
 use super::device::Raw;
 use crate::error::machine;
@@ -67,8 +68,9 @@ pub struct Library {
     _library: libloading::Library,
 }
 
-/// What NCCL is told where the user's environment does not say otherwise. Ring and LL: few bytes, one order of sums, nothing left to its guesses about the
-/// machine. One graph at a time uses a communicator and nothing beside it: mixing support would add nodes that wait. Multicast only costs start-up time.
+/// What NCCL is told where the user's environment does not say otherwise. Ring and LL: few bytes, one order of sums,
+/// nothing left to its guesses about the machine. One graph at a time uses a communicator and nothing beside it: mixing
+/// support would add nodes that wait. Multicast only costs start-up time.
 const DEFAULTS: [(&str, &str); 4] =
     [("NCCL_ALGO", "Ring"), ("NCCL_PROTO", "LL"), ("NCCL_GRAPH_MIXING_SUPPORT", "0"), ("NCCL_NVLS_ENABLE", "0")];
 /// Where ranks share a GPU (NCCL 2.30 and later).
@@ -79,7 +81,8 @@ pub fn defaults(shared: bool) -> impl Iterator<Item = (&'static str, &'static st
     DEFAULTS.into_iter().chain(SHARED_DEFAULTS.into_iter().filter(move |_| shared))
 }
 
-/// Sets the defaults; before any thread of the process starts, since it changes the environment. Returns all NCCL_ settings, for -v.
+/// Sets the defaults; before any thread of the process starts, since it changes the environment. Returns all NCCL_
+/// settings, for -v.
 pub fn configure(shared: bool) -> Vec<(String, String)> {
     for (name, value) in defaults(shared) {
         if env::var_os(name).is_none() {
@@ -97,7 +100,8 @@ impl Library {
         let name = file.unwrap_or(Path::new("libnccl.so.2"));
         let cure = "install libnccl2 or the nvidia-nccl-cu13 package, name the file with --nccl FILE, or use --collective push";
         // Sound: NCCL's constructors do nothing that we could disturb.
-        let library = unsafe { libloading::Library::new(name) }.map_err(|e| machine(format!("NCCL: {}: {e}; {cure}", name.display())))?;
+        let library = unsafe { libloading::Library::new(name) }
+            .map_err(|e| machine(format!("NCCL: {}: {e}; {cure}", name.display())))?;
         let functions = Functions::find(&library)
             .map_err(|e| machine(format!("NCCL: {}: {e}: expected NCCL 2.19 or later; {cure}", name.display())))?;
         Library { functions, version: 0, _library: library }.checked()
@@ -106,7 +110,10 @@ impl Library {
     #[cfg(feature = "static-nccl")]
     pub fn open(file: Option<&Path>) -> Result<Arc<Library>> {
         if let Some(file) = file {
-            anyhow::bail!("--nccl {}: NCCL is linked into this program (static-nccl); leave the flag out", file.display());
+            anyhow::bail!(
+                "--nccl {}: NCCL is linked into this program (static-nccl); leave the flag out",
+                file.display()
+            );
         }
         Library { functions: Functions::linked(), version: 0 }.checked()
     }
@@ -121,8 +128,10 @@ impl Library {
     /// Which NCCL this program has, for `--version`.
     pub fn built_with() -> String {
         #[cfg(feature = "static-nccl")]
-        return Library::open(None)
-            .map_or_else(|e| format!("linked in, but {e:#}"), |library| format!("{} linked in", library.version_text()));
+        return Library::open(None).map_or_else(
+            |e| format!("linked in, but {e:#}"),
+            |library| format!("{} linked in", library.version_text()),
+        );
         #[cfg(not(feature = "static-nccl"))]
         "libnccl.so.2 or --nccl FILE, opened when ranks ask for it".to_string()
     }
@@ -144,8 +153,10 @@ impl Library {
             return Ok(());
         }
         // Sound: NCCL's strings live as long as the library; null is allowed as a communicator.
-        let text = |p: *const c_char| if p.is_null() { "".into() } else { unsafe { CStr::from_ptr(p) }.to_string_lossy() };
-        let (error, last) = unsafe { (text((self.functions.error_string)(code)), text((self.functions.last_error)(ptr::null_mut()))) };
+        let text =
+            |p: *const c_char| if p.is_null() { "".into() } else { unsafe { CStr::from_ptr(p) }.to_string_lossy() };
+        let (error, last) =
+            unsafe { (text((self.functions.error_string)(code)), text((self.functions.last_error)(ptr::null_mut()))) };
         let last = last.lines().map(str::trim).filter(|l| !l.is_empty()).collect::<Vec<_>>().join(" ");
         Err(machine(format!(
             "NCCL {}: {call}: {error}{}{last}; NCCL_DEBUG=INFO says more",
@@ -155,7 +166,8 @@ impl Library {
     }
 }
 
-/// What is run once after connecting: all-gathers, or all-reduces. Not both: an algorithm that the user forces may know only one of them.
+/// What is run once after connecting: all-gathers, or all-reduces. Not both: an algorithm that the user forces may know
+/// only one of them.
 pub struct WarmUp {
     pub sums: bool,
     /// In elements.
@@ -165,7 +177,8 @@ pub struct WarmUp {
     pub to: u64,
 }
 
-/// A rank's communicator. It goes after the graphs that use it, those captured and those made of them: NCCL waits for them, for ever.
+/// A rank's communicator. It goes after the graphs that use it, those captured and those made of them: NCCL waits for
+/// them, for ever.
 pub struct Comm(Arc<Shared>);
 
 /// Ends what a communicator waits for, from another thread.
@@ -198,8 +211,8 @@ impl Shared {
 }
 
 impl Aborter {
-    /// Kernels that wait for a rank which is gone end soon. NCCL goes on to wait for all graphs that use the communicator, so this is a thread of its own, which
-    /// nobody waits for.
+    /// Kernels that wait for a rank which is gone end soon. NCCL goes on to wait for all graphs that use the
+    /// communicator, so this is a thread of its own, which nobody waits for.
     pub fn abort(&self) {
         let (shared, handle) = (self.0.clone(), self.0.take() as usize);
         if handle != 0 {
@@ -214,9 +227,16 @@ impl Aborter {
 }
 
 impl Comm {
-    /// All ranks at the same time, each with the id of rank 0. NCCL waits for ever for a rank that does not come: it does so in a thread of its own, which is
-    /// left behind when patience ends.
-    pub fn connect(library: &Arc<Library>, raw: Raw, ranks: usize, rank: usize, id: [u8; 128], warm_up: WarmUp) -> Result<Comm> {
+    /// All ranks at the same time, each with the id of rank 0. NCCL waits for ever for a rank that does not come: it
+    /// does so in a thread of its own, which is left behind when patience ends.
+    pub fn connect(
+        library: &Arc<Library>,
+        raw: Raw,
+        ranks: usize,
+        rank: usize,
+        id: [u8; 128],
+        warm_up: WarmUp,
+    ) -> Result<Comm> {
         let (sender, receiver) = mpsc::channel();
         let library = library.clone();
         let version = library.version_text();
@@ -225,7 +245,8 @@ impl Comm {
                 cuda::enter(raw)?;
                 let mut handle = ptr::null_mut();
                 // Sound: the id is one of NCCL's; the context of the rank's GPU is current.
-                let code = unsafe { (library.functions.init_rank)(&mut handle, ranks as c_int, UniqueId(id), rank as c_int) };
+                let code =
+                    unsafe { (library.functions.init_rank)(&mut handle, ranks as c_int, UniqueId(id), rank as c_int) };
                 library.check("ncclCommInitRank", code)?;
                 let comm = Comm(Arc::new(Shared { library, raw, handle: Mutex::new(handle) }));
                 for &n in &warm_up.sizes {
@@ -254,7 +275,14 @@ impl Comm {
         let (handle, Shared { library, raw, .. }) = (self.live()?, &*self.0);
         // Sound: addresses of device memory of these sizes.
         library.check("ncclAllGather", unsafe {
-            (library.functions.all_gather)(from as *const c_void, to as *mut c_void, n, BF16, *handle, raw.stream as *mut c_void)
+            (library.functions.all_gather)(
+                from as *const c_void,
+                to as *mut c_void,
+                n,
+                BF16,
+                *handle,
+                raw.stream as *mut c_void,
+            )
         })
     }
 
@@ -263,7 +291,15 @@ impl Comm {
         let (handle, Shared { library, raw, .. }) = (self.live()?, &*self.0);
         // Sound: addresses of device memory of this size.
         library.check("ncclAllReduce", unsafe {
-            (library.functions.all_reduce)(from as *const c_void, to as *mut c_void, n, BF16, SUM, *handle, raw.stream as *mut c_void)
+            (library.functions.all_reduce)(
+                from as *const c_void,
+                to as *mut c_void,
+                n,
+                BF16,
+                SUM,
+                *handle,
+                raw.stream as *mut c_void,
+            )
         })
     }
 

@@ -1,4 +1,5 @@
-//! The params structs of the kernels: twins of those in kernels/params.h, where shapes and meanings stand. Pointers are device addresses.
+//! The params structs of the kernels: twins of those in kernels/params.h, where shapes and meanings stand. Pointers are
+//! device addresses.
 //!
 //! Sizes are asserted here and there; the tests under the CPU shim run every kernel through these structs.
 use super::device::Params;
@@ -190,8 +191,9 @@ pub const SAMPLE_ROUNDS: usize = 14;
 /// Bit of a token's count that says it is in the prompt.
 pub const IN_PROMPT: u32 = 1 << 31;
 
-/// Blocks a KV head that attention is launched with for positions 0 .. n: never fewer than attention_blocks of kernels/params.h asks for. With latent attention as many as
-/// latent_chunk_of says that it has chunks, which is never less.
+/// Blocks a KV head that attention is launched with for positions 0 .. n: never fewer than attention_blocks of
+/// kernels/params.h asks for. With latent attention as many as latent_chunk_of says that it has chunks, which is never
+/// less.
 pub fn attention_chunks(n: usize, latent: bool) -> usize {
     match (n.saturating_sub(1), latent) {
         (last @ 0..2048, false) => last / 64 + 1,
@@ -220,7 +222,8 @@ pub const MAX_CHOSEN: usize = 16;
 /// Items of an ExpertWork.
 pub const EXPERT_ITEMS: usize = 16 * MAX_CHOSEN;
 /// sizeof(ExpertWork)
-pub const EXPERT_WORK_BYTES: usize = std::mem::size_of::<ExpertWork>() + EXPERT_ITEMS * std::mem::size_of::<ExpertItem>();
+pub const EXPERT_WORK_BYTES: usize =
+    std::mem::size_of::<ExpertWork>() + EXPERT_ITEMS * std::mem::size_of::<ExpertItem>();
 
 /// sizeof(DraftScratch)
 pub const DRAFT_SCRATCH_BYTES: usize = 16;

@@ -1,4 +1,5 @@
-//! What the machine allows: the rate at which memory can be read, against which everything else is measured, and the price of a launch.
+//! What the machine allows: the rate at which memory can be read, against which everything else is measured, and the
+//! price of a launch.
 use super::device::{Gpu, Launch};
 use super::kernels::Kernels;
 use super::params::{FillParams, NormParams, ReadParams};
@@ -12,14 +13,23 @@ pub fn read_ceiling(gpu: &Gpu) -> Result<f64> {
     let (buffer, sink) = (gpu.allocate(bytes)?, gpu.allocate(16)?);
     // Zeros read faster than data (seen on an H200).
     let k = 4096;
-    let params =
-        FillParams { to: buffer.at(0), seed: 1, n: (bytes / 2 / k) as i32, k: k as i32, retiled: 0, constant: 0, scale: 1.0, pad: 0 };
+    let params = FillParams {
+        to: buffer.at(0),
+        seed: 1,
+        n: (bytes / 2 / k) as i32,
+        k: k as i32,
+        retiled: 0,
+        constant: 0,
+        scale: 1.0,
+        pad: 0,
+    };
     let launch = Launch { grid: (8 * gpu.info().n_sms as u32, 1, 1), block: 256, shared: 0, early: false };
     gpu.launch(&kernels.fill_random, launch, &params)?;
     let params = ReadParams { from: buffer.at(0), n: bytes as u64 / 16, sink: sink.at(0) };
     let mut best = 0.0f64;
     for blocks_an_sm in [2, 4, 2, 4, 2, 4] {
-        let launch = Launch { grid: (blocks_an_sm * gpu.info().n_sms as u32, 1, 1), block: 512, shared: 0, early: false };
+        let launch =
+            Launch { grid: (blocks_an_sm * gpu.info().n_sms as u32, 1, 1), block: 512, shared: 0, early: false };
         let ms = gpu.time(|| gpu.launch(&kernels.read_ceiling, launch, &params))?;
         best = best.max(bytes as f64 / (ms as f64 / 1e3));
     }
@@ -52,7 +62,9 @@ pub fn node_cost(gpu: &Gpu) -> Result<NodeCost> {
     let kernels = Kernels::load(gpu)?;
     let cost = |early: bool| -> Result<f64> {
         let launch = Launch { grid: (1, 1, 1), block: 256, shared: 0, early };
-        let graph = gpu.capture(|| (0..NODES).try_for_each(|_| gpu.launch(&kernels.norm_rows[0], launch, &NormParams::zeroed())))?;
+        let graph = gpu.capture(|| {
+            (0..NODES).try_for_each(|_| gpu.launch(&kernels.norm_rows[0], launch, &NormParams::zeroed()))
+        })?;
         let mut best = f32::INFINITY;
         for _ in 0..6 {
             best = best.min(gpu.time(|| gpu.replay(&graph))?);

@@ -1,9 +1,11 @@
-//! Several ranks as one backend: a thread and a Machine each, which get the same calls in the same order and so queue the same passes.
+//! Several ranks as one backend: a thread and a Machine each, which get the same calls in the same order and so queue
+//! the same passes.
 //!
-//! Rank 0 runs on the caller's thread and its records are the answer; the others' must be the same. A call returns when rank 0 has done it; the
-//! others follow on their own, held together by the collectives in the passes. The first failure of any rank ends all of them: it is what the
-//! next call returns. After it nothing is freed, since the driver may wait in such a call for kernels that wait themselves, and the process ends soon; when the
-//! caller does not come for the error, `LastResort` ends it. Between ranks: comm.rs; what connects them: links.rs.
+//! Rank 0 runs on the caller's thread and its records are the answer; the others' must be the same. A call returns when
+//! rank 0 has done it; the others follow on their own, held together by the collectives in the passes. The first
+//! failure of any rank ends all of them: it is what the next call returns. After it nothing is freed, since the driver
+//! may wait in such a call for kernels that wait themselves, and the process ends soon; when the caller does not come
+//! for the error, `LastResort` ends it. Between ranks: comm.rs; what connects them: links.rs.
 use super::comm::{self, Link, Rendezvous, Threads};
 use super::cuda;
 use super::device::Gpu;
@@ -26,10 +28,12 @@ use std::time::{Duration, Instant};
 /// A thread that has just done something is likely to get the next call soon: it looks for so long before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
 
-/// How long ranks wait for each other while they start: one may read its weights from a slower disk, or compile kernels.
+/// How long ranks wait for each other while they start: one may read its weights from a slower disk, or compile
+/// kernels.
 const LATE: Duration = Duration::from_secs(600);
 
-/// Ranks whose streams are idle end in milliseconds; one that does not is left to the end of the process. So is one that does not notice the failure of another.
+/// Ranks whose streams are idle end in milliseconds; one that does not is left to the end of the process. So is one
+/// that does not notice the failure of another.
 const END: Duration = Duration::from_secs(5);
 const END_FAILED: Duration = Duration::from_secs(1);
 
@@ -47,7 +51,8 @@ pub struct Setup {
     pub last_resort: LastResort,
 }
 
-/// For an error that nobody comes for: the caller may hang in a call of the driver, and then nobody else can end the process.
+/// For an error that nobody comes for: the caller may hang in a call of the driver, and then nobody else can end the
+/// process.
 pub struct LastResort {
     /// Between the failure and the end.
     pub after: Duration,
@@ -55,13 +60,20 @@ pub struct LastResort {
 }
 
 impl Setup {
-    fn make(&self, rank: usize, gpu: Option<Gpu>, failure: &Failure, progress: &mut dyn FnMut(usize, usize)) -> Result<(Machine, Found)> {
+    fn make(
+        &self,
+        rank: usize,
+        gpu: Option<Gpu>,
+        failure: &Failure,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<(Machine, Found)> {
         let gpu = gpu.map_or_else(|| (self.open)(rank), Ok)?;
         if self.gpus.iter().any(|gpu| *gpu != self.gpus[0]) {
             stay_near(&gpu.info().bus_id);
         }
         let mut link = Link::new(&gpu, rank, failure.rendezvous.clone(), self.collectives.link)?;
-        let found = self.settle(&mut link).inspect_err(|e| link.fail(&format!("{e:#}")))?; // the link waits for the others when it goes
+        // the link waits for the others when it goes
+        let found = self.settle(&mut link).inspect_err(|e| link.fail(&format!("{e:#}")))?;
         let source = self.weights.as_ref().map_or(Source::Random(0), Source::Checkpoint);
         Ok((Machine::of_rank(gpu, Some(link), self.config.clone(), source, self.options.clone(), progress)?, found))
     }
@@ -70,8 +82,10 @@ impl Setup {
     fn settle(&self, link: &mut Link) -> Result<Found> {
         let mut found = links::settle(link, &self.collectives, self.config.hidden)?;
         found.attention = links::attention(link, &self.config, self.options.context, &found)?;
-        link.whole_attention = self.collectives.whole_attention.unwrap_or(found.attention.is_some_and(|cost| cost.is_whole()));
-        let drafter = self.options.drafter.as_ref().map(|drafter| &drafter.shape).filter(|shape| shape.divides(link.ranks()));
+        link.whole_attention =
+            self.collectives.whole_attention.unwrap_or(found.attention.is_some_and(|cost| cost.is_whole()));
+        let drafter =
+            self.options.drafter.as_ref().map(|drafter| &drafter.shape).filter(|shape| shape.divides(link.ranks()));
         link.split_drafter = match (drafter, self.collectives.split_drafter) {
             (Some(shape), None) => links::splitting_pays(link, shape, &found)?,
             (drafter, asked) => drafter.is_some() && asked == Some(true),
@@ -154,7 +168,9 @@ impl Failure {
             match &*slot {
                 Some(error) if comm::follows(error) && start.elapsed() < CAUSE => {}
                 None if !self.happened.load(SeqCst) && start.elapsed() < CAUSE => {} // its thread is about to report it
-                _ => return slot.take().unwrap_or_else(|| machine("a rank has failed before; the others ended with it")),
+                _ => {
+                    return slot.take().unwrap_or_else(|| machine("a rank has failed before; the others ended with it"))
+                }
             }
             drop(slot);
             std::thread::sleep(Duration::from_millis(1));
@@ -221,11 +237,13 @@ impl Conductor {
             error: Mutex::default(),
             seen: AtomicBool::new(false),
         });
-        let mut conductor = Conductor { first: None, others: Vec::new(), links: Found::default(), failure: failure.clone() };
+        let mut conductor =
+            Conductor { first: None, others: Vec::new(), links: Found::default(), failure: failure.clone() };
         for rank in 1..setup.gpus.len() {
             let (jobs, receiver) = mpsc::channel();
             let (setup, failure) = (setup.clone(), failure.clone());
-            let thread = Builder::new().name(format!("rank {rank}")).spawn(move || serve(rank, &setup, &failure, receiver));
+            let thread =
+                Builder::new().name(format!("rank {rank}")).spawn(move || serve(rank, &setup, &failure, receiver));
             conductor.others.push(Rank { jobs, thread: thread.context("the thread of a rank")? });
         }
         match setup.make(0, Some(gpu), &failure, progress) {
@@ -242,7 +260,8 @@ impl Conductor {
         self.first.as_ref().expect("made at start")
     }
 
-    /// For checks: the same call on every rank, at the same time; what each returned, by rank. Any error ends all ranks.
+    /// For checks: the same call on every rank, at the same time; what each returned, by rank. Any error ends all
+    /// ranks.
     pub fn each<T: Send + 'static>(
         &mut self,
         phase: &'static str,
@@ -272,7 +291,11 @@ impl Conductor {
     }
 
     /// The same call on every rank; rank 0's result. The others are not waited for.
-    fn all<T>(&mut self, phase: &'static str, call: impl Fn(&mut Machine) -> Result<T> + Send + Sync + 'static) -> Result<T> {
+    fn all<T>(
+        &mut self,
+        phase: &'static str,
+        call: impl Fn(&mut Machine) -> Result<T> + Send + Sync + 'static,
+    ) -> Result<T> {
         let call = Arc::new(call);
         for rank in &self.others {
             let call = call.clone();

@@ -1,7 +1,8 @@
 //! A driver that runs the kernels on the CPU: libvolley_shim.so holds every .cu file compiled by g++ (scripts/shim.sh).
 //!
-//! For tests: the whole engine, its memory, graphs and launches, on a machine without a GPU. Device memory is host memory; a graph is the
-//! list of its launches. Fresh memory is filled with NaN, so that reading what nobody wrote shows.
+//! For tests: the whole engine, its memory, graphs and launches, on a machine without a GPU. Device memory is host
+//! memory; a graph is the list of its launches. Fresh memory is filled with NaN, so that reading what nobody wrote
+//! shows.
 use super::device::{Driver, Info, Launch, Raw};
 use crate::error::machine;
 use anyhow::{bail, ensure, Context, Result};
@@ -11,7 +12,8 @@ use std::ffi::{c_char, c_int, c_uint, c_void, CString};
 use std::path::Path;
 use std::time::Instant;
 
-type ShimLaunch = unsafe extern "C" fn(*const c_char, c_uint, c_uint, c_uint, c_uint, c_uint, *const c_void, c_uint) -> c_int;
+type ShimLaunch =
+    unsafe extern "C" fn(*const c_char, c_uint, c_uint, c_uint, c_uint, c_uint, *const c_void, c_uint) -> c_int;
 
 pub struct Shim {
     info: Info,
@@ -69,7 +71,16 @@ impl Shim {
         let (g, params) = (recorded.launch.grid, recorded.params.as_ptr() as *const c_void);
         // Sound: the params hold addresses of memory that this driver gave out.
         let code = unsafe {
-            launch(name.as_ptr(), g.0, g.1, g.2, recorded.launch.block, recorded.launch.shared, params, recorded.params_bytes as c_uint)
+            launch(
+                name.as_ptr(),
+                g.0,
+                g.1,
+                g.2,
+                recorded.launch.block,
+                recorded.launch.shared,
+                params,
+                recorded.params_bytes as c_uint,
+            )
         };
         match code {
             0 => Ok(()),

@@ -1,6 +1,6 @@
-//! Weights into GPU memory: read into page-locked buffers while the one before is copied, and re-tiled on the GPU into the order in which
-//! mma.sync wants them (kernels/format.cuh). The plan says which matrices there are and how their columns are divided, `Weight::part_of_rank`
-//! which rows and columns are this rank's: no others are read.
+//! Weights into GPU memory: read into page-locked buffers while the one before is copied, and re-tiled on the GPU into
+//! the order in which mma.sync wants them (kernels/format.cuh). The plan says which matrices there are and how their
+//! columns are divided, `Weight::part_of_rank` which rows and columns are this rank's: no others are read.
 use super::device::{Event, Gpu, Launch, Memory, Pinned};
 use super::kernels::{Absorbed, Kernels, Matrix, Tiles};
 use super::params::{FillCodesParams, FillParams, RepackCodesParams, RepackParams, ROWS_GATE, ROWS_PLAIN, ROWS_UP};
@@ -26,7 +26,8 @@ pub struct Layout {
 #[derive(Clone, Copy, PartialEq)]
 struct Vector {
     n: usize,
-    /// Numbers that kernels may read: zeros behind the weight, where a norm is about a part of the rows that it is applied to.
+    /// Numbers that kernels may read: zeros behind the weight, where a norm is about a part of the rows that it is
+    /// applied to.
     room: usize,
     float: bool,
 }
@@ -41,7 +42,8 @@ impl Vector {
     }
 }
 
-/// A weight that is rows of another: a tied head, a drafter that shares its target's embedding. It needs no memory of its own.
+/// A weight that is rows of another: a tied head, a drafter that shares its target's embedding. It needs no memory of
+/// its own.
 pub struct Alias {
     pub id: WeightId,
     pub of: WeightId,
@@ -52,7 +54,8 @@ pub struct Alias {
 impl Layout {
     /// `vocab` is the rows of embedding tables. Fails where there are no kernels for a format.
     pub fn of(plans: &[&Plan], vocab: usize, aliases: Vec<Alias>) -> Result<Layout> {
-        let mut layout = Layout { matrices: BTreeMap::new(), absorbed: BTreeMap::new(), vectors: BTreeMap::new(), aliases };
+        let mut layout =
+            Layout { matrices: BTreeMap::new(), absorbed: BTreeMap::new(), vectors: BTreeMap::new(), aliases };
         for plan in plans {
             for step in &plan.steps {
                 layout.add(plan, step, vocab)?;
@@ -67,8 +70,9 @@ impl Layout {
     }
 
     fn add(&mut self, plan: &Plan, step: &Step, vocab: usize) -> Result<()> {
-        let matrix =
-            |n, k, gate_up, format, n_experts| Ok::<_, anyhow::Error>(Matrix::new(n, &[k], gate_up, Tiles::of(format)?, n_experts));
+        let matrix = |n, k, gate_up, format, n_experts| {
+            Ok::<_, anyhow::Error>(Matrix::new(n, &[k], gate_up, Tiles::of(format)?, n_experts))
+        };
         match step {
             Step::Linear(l) => {
                 let dims: Vec<usize> = l.inputs.iter().map(|i| i.dim).collect();
@@ -95,8 +99,10 @@ impl Layout {
             }
             Step::LatentQuery(a) => {
                 let d = a.dims;
-                let (keys, values) =
-                    (Matrix::plain(a.n_heads * d.kv_rank, &[d.nope_dim]), Matrix::plain(a.n_heads * d.v_dim, &[d.kv_rank]));
+                let (keys, values) = (
+                    Matrix::plain(a.n_heads * d.kv_rank, &[d.nope_dim]),
+                    Matrix::plain(a.n_heads * d.v_dim, &[d.kv_rank]),
+                );
                 self.absorbed.insert(a.kv_b, Absorbed { keys, values, n_heads: a.n_heads, dims: d });
                 self.vectors.insert(a.kv_norm, Vector::of(d.kv_rank));
             }
@@ -118,7 +124,11 @@ impl Layout {
                 }
             }
             Step::AllReduce { bias, dim, .. } => self.vectors.extend(bias.map(|id| (id, Vector::of(*dim)))),
-            Step::LatentAttend(_) | Step::LatentValue(_) | Step::Select { .. } | Step::Accept { .. } | Step::DraftToken { .. } => {}
+            Step::LatentAttend(_)
+            | Step::LatentValue(_)
+            | Step::Select { .. }
+            | Step::Accept { .. }
+            | Step::DraftToken { .. } => {}
         }
         Ok(())
     }
@@ -154,7 +164,8 @@ pub enum Source<'a> {
 }
 
 impl Layout {
-    /// Takes the memory and fills it; weights that `drafter` has come from there. `progress` gets (bytes done, bytes in all).
+    /// Takes the memory and fills it; weights that `drafter` has come from there. `progress` gets (bytes done, bytes in
+    /// all).
     pub fn place(
         mut self,
         gpu: &Gpu,
@@ -186,7 +197,8 @@ impl Layout {
             let at = of.parts[0].at + (alias.first_row / 16 * of.tile_bytes(&of.parts[0])) as u64;
             matrices.get_mut(&alias.id).expect("an alias of a matrix is one").parts[0].at = at;
         }
-        let vectors: BTreeMap<WeightId, u64> = self.vectors.iter().map(|(&id, vector)| (id, place(vector.bytes()))).collect();
+        let vectors: BTreeMap<WeightId, u64> =
+            self.vectors.iter().map(|(&id, vector)| (id, place(vector.bytes()))).collect();
         let mut read_bytes = 0;
         match source {
             Source::Checkpoint(weights) => {
@@ -218,7 +230,8 @@ impl Layout {
                     // Every rank has the same embedding, latents and router, and other parts of what is divided.
                     let shared = matches!(id.role, Role::Embed | Role::QkvA | Role::Router);
                     let rank = if shared { 0 } else { ranks.of(id.role).rank as u64 };
-                    // Embeddings of variance 1, and as much from all layers together: rows stay different from each other, and so do their experts.
+                    // Embeddings of variance 1, and as much from all layers together: rows stay different from each
+                    // other, and so do their experts.
                     let gain = match id.role {
                         Role::Embed => (matrices[id].parts[0].k as f32).sqrt(),
                         Role::O | Role::Down | Role::ExpertDown | Role::SharedDown => 1.0 / (n_sums as f32).sqrt(),
@@ -232,7 +245,10 @@ impl Layout {
                     fill.matrix(&pair.values, (seed + 1) << 40, 1.0)?;
                 }
                 for (id, vector) in &self.vectors {
-                    let bias = matches!(id.role, Role::QkvBias | Role::OBias | Role::GateUpBias | Role::DownBias | Role::RouterBias);
+                    let bias = matches!(
+                        id.role,
+                        Role::QkvBias | Role::OBias | Role::GateUpBias | Role::DownBias | Role::RouterBias
+                    );
                     if !bias {
                         fill.plain(vectors[id], 0, 1, vector.n, false, true, 1.0)?;
                     }
@@ -251,8 +267,8 @@ struct Fill<'a> {
 }
 
 impl Fill<'_> {
-    /// A sum of k products with unit inputs has variance `gain`^2: numbers uniform in [-s, s] have variance s^2 / 3, random codes of e4m3 up to 1.875 have
-    /// 0.35, and -7 to 7 with 0 twice 17.5.
+    /// A sum of k products with unit inputs has variance `gain`^2: numbers uniform in [-s, s] have variance s^2 / 3,
+    /// random codes of e4m3 up to 1.875 have 0.35, and -7 to 7 with 0 twice 17.5.
     fn matrix(&self, matrix: &Matrix, seed: u64, gain: f32) -> Result<()> {
         let k: usize = matrix.parts.iter().map(|p| p.k).sum();
         let scale = |variance: f32| gain / (k as f32 * variance).sqrt();
@@ -320,8 +336,9 @@ const READ_BYTES: usize = 4 << 20;
 /// Rows of one repack launch: a grid has at most 65,535 blocks in y.
 const MAX_GRID_ROWS: usize = 32768;
 
-/// Bytes of a checkpoint on their way. Of the two batches one is planned, the other one is asked for already, so that the disk is busy while a batch is read
-/// from the system's cache, by all threads at once; it is copied to the GPU while the next one is read.
+/// Bytes of a checkpoint on their way. Of the two batches one is planned, the other one is asked for already, so that
+/// the disk is busy while a batch is read from the system's cache, by all threads at once; it is copied to the GPU
+/// while the next one is read.
 struct Upload<'a> {
     gpu: &'a Gpu,
     kernels: &'a Kernels,
@@ -346,7 +363,8 @@ struct Batch<'a> {
     done: usize,
 }
 
-/// Runs of `row_bytes` bytes, `stride` bytes apart in the file, one behind the other to byte `to` of the staging buffer.
+/// Runs of `row_bytes` bytes, `stride` bytes apart in the file, one behind the other to byte `to` of the staging
+/// buffer.
 struct Read<'a> {
     tensor: &'a Tensor,
     from: usize,
@@ -376,7 +394,9 @@ enum Repack {
 
 impl Batch<'_> {
     fn ask(&self) {
-        self.reads.par_iter().for_each(|read| read.tensor.advise_rows(read.from, read.stride, read.row_bytes, read.rows));
+        self.reads
+            .par_iter()
+            .for_each(|read| read.tensor.advise_rows(read.from, read.stride, read.row_bytes, read.rows));
     }
 
     fn read(&self, to: &mut [u8]) -> Result<()> {
@@ -414,14 +434,21 @@ impl Read<'_> {
             }
         }
         if self.tensor.dtype == Dtype::F16 && self.scales == Scales::Bf16 {
-            out.chunks_exact_mut(2).zip(scales).for_each(|(out, scale)| out.copy_from_slice(&bf16::from_f32(scale).to_le_bytes()));
+            out.chunks_exact_mut(2)
+                .zip(scales)
+                .for_each(|(out, scale)| out.copy_from_slice(&bf16::from_f32(scale).to_le_bytes()));
         }
         Ok(())
     }
 }
 
 impl<'a> Upload<'a> {
-    fn new(gpu: &'a Gpu, kernels: &'a Kernels, total: usize, progress: &'a mut dyn FnMut(usize, usize)) -> Result<Upload<'a>> {
+    fn new(
+        gpu: &'a Gpu,
+        kernels: &'a Kernels,
+        total: usize,
+        progress: &'a mut dyn FnMut(usize, usize),
+    ) -> Result<Upload<'a>> {
         let bytes = STAGING_BYTES.min(total.next_multiple_of(1 << 20));
         let mut buffers = Vec::new();
         for _ in 0..2 {
@@ -477,7 +504,9 @@ impl<'a> Upload<'a> {
             (Tiles::Bf16, Dtype::F32) => (2, 32),
             (Tiles::Fp8 | Tiles::Fp8Rows, Dtype::F8E4M3) => (0, 8),
             (Tiles::Int4, Dtype::I32) => (0, 4),
-            (_, other) => bail!("{} in {}: expected numbers for {:?}, found {other}", tensor.name, tensor.file, matrix.tiles),
+            (_, other) => {
+                bail!("{} in {}: expected numbers for {:?}, found {other}", tensor.name, tensor.file, matrix.tiles)
+            }
         };
         // A row of four-bit codes is whole words.
         let bytes_of = |columns: usize| if bits == 4 { columns.div_ceil(8) * 4 } else { columns * bits / 8 };
@@ -489,12 +518,21 @@ impl<'a> Upload<'a> {
         };
         let of = |row: usize| weight.rope_order(i, row);
         if matrix.tiles == Tiles::Fp8 {
-            ensure!(place.first % 8 == 0, "{}: a part begins at row {}: expected a multiple of 8", tensor.name, place.first);
+            ensure!(
+                place.first % 8 == 0,
+                "{}: a part begins at row {}: expected a multiple of 8",
+                tensor.name,
+                place.first
+            );
         }
         if let (Tiles::Fp8, Some(block)) = (matrix.tiles, block) {
             let crosses = |row: &usize| of(*row) / block.rows != *row / block.rows;
             if let Some(row) = slice.rows.clone().find(crosses) {
-                bail!("{}: rows {row} and {} are rotated together and have scales of two blocks: use --device cpu", tensor.name, of(row));
+                bail!(
+                    "{}: rows {row} and {} are rotated together and have scales of two blocks: use --device cpu",
+                    tensor.name,
+                    of(row)
+                );
             }
         }
         let capacity = self.buffers[0].0.slice().len();
@@ -515,7 +553,8 @@ impl<'a> Upload<'a> {
             if self.planned.used + spare + least * each > capacity {
                 self.flush()?;
             }
-            let take = (((capacity - self.planned.used - spare) / each).min(MAX_GRID_ROWS) / least * least).min(n - row);
+            let take =
+                (((capacity - self.planned.used - spare) / each).min(MAX_GRID_ROWS) / least * least).min(n - row);
             ensure!(take > 0, "{} in {}: 8 rows are longer than the staging buffer", tensor.name, tensor.file);
             let rows = slice.rows.start + row..slice.rows.start + row + take;
             let mut scales_at = 0;
@@ -523,7 +562,14 @@ impl<'a> Upload<'a> {
                 scales_at = self.place_of(0);
                 match s.block.rows {
                     1 => self.read(s.tensor, rows.clone().map(of), s.stride, s.column, s.row_bytes, s.kind),
-                    size => self.read(s.tensor, rows.start / size..rows.end.div_ceil(size), s.stride, s.column, s.row_bytes, s.kind),
+                    size => self.read(
+                        s.tensor,
+                        rows.start / size..rows.end.div_ceil(size),
+                        s.stride,
+                        s.column,
+                        s.row_bytes,
+                        s.kind,
+                    ),
                 }
             }
             let source = self.place_of(0);
@@ -573,7 +619,11 @@ impl<'a> Upload<'a> {
                     k: part.k as i32,
                     k_blocks,
                 };
-                self.planned.repacks.push(if matrix.tiles == Tiles::Int4 { Repack::Int4(params) } else { Repack::Fp8(params) });
+                self.planned.repacks.push(if matrix.tiles == Tiles::Int4 {
+                    Repack::Int4(params)
+                } else {
+                    Repack::Fp8(params)
+                });
             }
             row += take;
         }
@@ -603,7 +653,15 @@ impl<'a> Upload<'a> {
                 Some(run) if run.from + run.rows * stride == row * stride + column && run.rows < most => run.rows += 1,
                 _ => {
                     self.planned.reads.extend(run.take());
-                    run = Some(Read { tensor, from: row * stride + column, stride, row_bytes, rows: 1, to: self.planned.used, scales });
+                    run = Some(Read {
+                        tensor,
+                        from: row * stride + column,
+                        stride,
+                        row_bytes,
+                        rows: 1,
+                        to: self.planned.used,
+                        scales,
+                    });
                 }
             }
             self.planned.used += row_bytes;
@@ -670,13 +728,21 @@ impl<'a> Upload<'a> {
         let d = pair.dims;
         let numbers = numbers_of(weight, &slice)?;
         let head = (d.nope_dim + d.v_dim) * d.kv_rank;
-        ensure!(numbers.len() == pair.n_heads * head, "{}: {} numbers for {} heads", weight.parts[0].name, numbers.len(), pair.n_heads);
+        ensure!(
+            numbers.len() == pair.n_heads * head,
+            "{}: {} numbers for {} heads",
+            weight.parts[0].name,
+            numbers.len(),
+            pair.n_heads
+        );
         let mut keys = vec![bf16::ZERO; pair.n_heads * d.kv_rank * d.nope_dim];
-        keys.par_chunks_exact_mut(d.kv_rank * d.nope_dim).zip(numbers.par_chunks_exact(head)).for_each(|(keys, head)| {
-            for (c, row) in keys.chunks_exact_mut(d.nope_dim).enumerate() {
-                row.iter_mut().enumerate().for_each(|(n, key)| *key = bf16::from_f32(head[n * d.kv_rank + c]));
-            }
-        });
+        keys.par_chunks_exact_mut(d.kv_rank * d.nope_dim).zip(numbers.par_chunks_exact(head)).for_each(
+            |(keys, head)| {
+                for (c, row) in keys.chunks_exact_mut(d.nope_dim).enumerate() {
+                    row.iter_mut().enumerate().for_each(|(n, key)| *key = bf16::from_f32(head[n * d.kv_rank + c]));
+                }
+            },
+        );
         let values = numbers.par_chunks_exact(head).flat_map(|head| head[d.nope_dim * d.kv_rank..].par_iter());
         let values: Vec<bf16> = values.map(|x| bf16::from_f32(*x)).collect();
         self.done += weight.format.bytes(slice.rows.len(), weight.cols, weight.parts[0].dtype.bytes()) as usize;
@@ -725,7 +791,8 @@ impl<'a> Upload<'a> {
     }
 }
 
-/// Where rows of a part go: expert, order of rows in tiles, rows `first ..` of the expert's matrix; zeros from behind the last up to `end`.
+/// Where rows of a part go: expert, order of rows in tiles, rows `first ..` of the expert's matrix; zeros from behind
+/// the last up to `end`.
 #[derive(Clone, Copy)]
 struct Place {
     expert: usize,
@@ -791,7 +858,12 @@ fn numbers_of(weight: &Weight, slice: &Slice) -> Result<Vec<f32>> {
         None => None,
         Some(block) => {
             let (rows, columns) = (weight.scale_slice(slice).rows, block.scales(1, weight.cols)[1]);
-            Some((block, rows.start, columns, scales_of(&weight.scales[0], rows.start * columns, rows.len() * columns)?))
+            Some((
+                block,
+                rows.start,
+                columns,
+                scales_of(&weight.scales[0], rows.start * columns, rows.len() * columns)?,
+            ))
         }
     };
     let mut bytes = vec![0; slice.rows.len() * row_bytes];
@@ -809,7 +881,12 @@ fn numbers_of(weight: &Weight, slice: &Slice) -> Result<Vec<f32>> {
         };
         Ok((0..weight.cols).map(|col| code(col) * scales[block.cols.map_or(0, |size| col / size)]).collect())
     };
-    let rows: Vec<Vec<f32>> =
-        slice.rows.clone().into_par_iter().zip(bytes.par_chunks_exact(row_bytes)).map(row_numbers).collect::<Result<_>>()?;
+    let rows: Vec<Vec<f32>> = slice
+        .rows
+        .clone()
+        .into_par_iter()
+        .zip(bytes.par_chunks_exact(row_bytes))
+        .map(row_numbers)
+        .collect::<Result<_>>()?;
     Ok(rows.concat())
 }

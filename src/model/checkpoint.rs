@@ -108,7 +108,12 @@ impl Checkpoint {
                     selected: false,
                 };
                 if let Some(earlier) = tensors.insert(entry.name, tensor) {
-                    bail!("{}: expected tensor {} once, found it in {} and in {file}", dir.display(), earlier.name, earlier.file);
+                    bail!(
+                        "{}: expected tensor {} once, found it in {} and in {file}",
+                        dir.display(),
+                        earlier.name,
+                        earlier.file
+                    );
                 }
             }
             shards.push(shard);
@@ -152,7 +157,13 @@ impl fmt::Display for Checkpoint {
             n if n == self.shards.len() => "mapped".to_string(),
             n => format!("{n} mapped, the others by plain reads"),
         };
-        write!(f, "{} tensors in {} file(s), {:.1} MB, {how}", self.tensors.len(), self.shards.len(), bytes as f64 / 1e6)
+        write!(
+            f,
+            "{} tensors in {} file(s), {:.1} MB, {how}",
+            self.tensors.len(),
+            self.shards.len(),
+            bytes as f64 / 1e6
+        )
     }
 }
 
@@ -173,8 +184,8 @@ impl Tensor {
         self.len
     }
 
-    /// Copies bytes `offset..offset + out.len()` of the tensor, by plain reads of up to `PIECE_BYTES`. This is how a rank fetches
-    /// its own rows without holding the others; it works the same whether or not the file is mapped.
+    /// Copies bytes `offset..offset + out.len()` of the tensor, by plain reads of up to `PIECE_BYTES`. This is how a
+    /// rank fetches its own rows without holding the others; it works the same whether or not the file is mapped.
     pub fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<()> {
         match offset.checked_add(out.len()) {
             Some(end) if end <= self.len && self.selected => {
@@ -182,7 +193,12 @@ impl Tensor {
                 Ok(())
             }
             Some(end) if end <= self.len => self.shard.read(self.start + offset, out, &mut |_| ()),
-            _ => bail!("{}: expected a range within {} bytes, found {} bytes at {offset}", self.name, self.len, out.len()),
+            _ => bail!(
+                "{}: expected a range within {} bytes, found {} bytes at {offset}",
+                self.name,
+                self.len,
+                out.len()
+            ),
         }
     }
 
@@ -204,11 +220,13 @@ impl Tensor {
         Ok(Tensor { name, shape: vec![rows.len(), columns], start: 0, len, loaded, selected: true, ..self.clone() })
     }
 
-    /// Copies runs of `row_bytes` bytes that lie `stride` bytes apart, from byte `offset` of the tensor on, until `out` is full: a rank's columns. One read in
-    /// the log, of the bytes that were copied; where little lies between runs it is read as well, and dropped.
+    /// Copies runs of `row_bytes` bytes that lie `stride` bytes apart, from byte `offset` of the tensor on, until `out`
+    /// is full: a rank's columns. One read in the log, of the bytes that were copied; where little lies between runs it
+    /// is read as well, and dropped.
     pub fn read_rows(&self, offset: usize, stride: usize, row_bytes: usize, out: &mut [u8]) -> Result<()> {
         let rows = out.len() / row_bytes.max(1);
-        let end = rows.checked_sub(1).and_then(|n| n.checked_mul(stride)).and_then(|n| n.checked_add(offset + row_bytes));
+        let end =
+            rows.checked_sub(1).and_then(|n| n.checked_mul(stride)).and_then(|n| n.checked_add(offset + row_bytes));
         match end {
             Some(end) if end <= self.len && row_bytes <= stride && rows * row_bytes == out.len() => {
                 if !self.selected {
@@ -218,12 +236,18 @@ impl Tensor {
                 out.chunks_exact_mut(row_bytes).zip(runs).for_each(|(out, run)| out.copy_from_slice(&run[..row_bytes]));
                 Ok(())
             }
-            _ => bail!("{}: expected {row_bytes} of each {stride} bytes within {}, found {} in all", self.name, self.len, out.len()),
+            _ => bail!(
+                "{}: expected {row_bytes} of each {stride} bytes within {}, found {} in all",
+                self.name,
+                self.len,
+                out.len()
+            ),
         }
     }
 
-    /// Asks the system to have the bytes of such runs in its cache soon: a disk is as fast as it can be only with many requests at a time. A hint, and no read of
-    /// the log. The system's own guesses at what comes next end for this file: between a rank's rows they would be those of other ranks.
+    /// Asks the system to have the bytes of such runs in its cache soon: a disk is as fast as it can be only with many
+    /// requests at a time. A hint, and no read of the log. The system's own guesses at what comes next end for this
+    /// file: between a rank's rows they would be those of other ranks.
     pub fn advise_rows(&self, offset: usize, stride: usize, row_bytes: usize, rows: usize) {
         if !self.selected {
             self.shard.advise_rows(self.start + offset, stride, row_bytes, rows);
@@ -308,12 +332,15 @@ const DTYPES: [(Dtype, &str); 16] = [
     (Dtype::F64, "F64"),
 ];
 
-/// Makes `bytes` of the given tensors ready, and of no others: plain files are read, mapped ones are brought into memory ahead of use.
-/// Neighbours in a file are fetched together, in file order. `progress` gets (bytes done, bytes in all) after each piece.
+/// Makes `bytes` of the given tensors ready, and of no others: plain files are read, mapped ones are brought into
+/// memory ahead of use. Neighbours in a file are fetched together, in file order. `progress` gets (bytes done, bytes in
+/// all) after each piece.
 pub fn load<'a>(tensors: impl IntoIterator<Item = &'a Tensor>, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
     let mut wanted: Vec<&Tensor> = tensors.into_iter().filter(|tensor| tensor.loaded.get().is_none()).collect();
     // By file (pointers, as a drafter's checkpoint has a shard 0 too), then by place; clones come to lie side by side.
-    let place = |tensor: &&Tensor| (tensor.shard.index, Arc::as_ptr(&tensor.shard), tensor.start, tensor.len, Arc::as_ptr(&tensor.loaded));
+    let place = |tensor: &&Tensor| {
+        (tensor.shard.index, Arc::as_ptr(&tensor.shard), tensor.start, tensor.len, Arc::as_ptr(&tensor.loaded))
+    };
     wanted.sort_by_key(place);
     wanted.dedup_by_key(|tensor| Arc::as_ptr(&tensor.loaded));
     let total = wanted.iter().map(|tensor| tensor.len).sum();
@@ -322,15 +349,17 @@ pub fn load<'a>(tensors: impl IntoIterator<Item = &'a Tensor>, progress: &mut dy
         done += bytes;
         progress(done, total);
     };
-    let adjacent =
-        |a: &&Tensor, b: &&Tensor| Arc::ptr_eq(&a.shard, &b.shard) && a.start + a.len == b.start && a.is_aligned() && b.is_aligned();
+    let adjacent = |a: &&Tensor, b: &&Tensor| {
+        Arc::ptr_eq(&a.shard, &b.shard) && a.start + a.len == b.start && a.is_aligned() && b.is_aligned()
+    };
     for run in wanted.chunk_by(adjacent) {
         let (first, last) = (run[0], run[run.len() - 1]);
         let len = last.start + last.len - first.start;
         match &first.shard.map {
             Some(map) if first.is_aligned() => first.shard.populate(map, first.start, len, &mut advance)?,
             _ => {
-                // A run keeps its alignment in the file; a tensor that is misaligned there is a run of its own and starts at 0.
+                // A run keeps its alignment in the file; a tensor that is misaligned there is a run of its own and
+                // starts at 0.
                 let phase = if first.is_aligned() { first.start % ALIGN } else { 0 };
                 let mut buffer = vec![0u128; (phase + len).div_ceil(ALIGN)];
                 let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut buffer);
@@ -351,7 +380,8 @@ const ALIGN: usize = size_of::<u128>();
 
 /// Runs this far apart are read by themselves.
 const APART: usize = 64 << 10;
-/// Of spans of runs and of hints. The system takes at most one request of the disk, or its own look-ahead, from a hint, and drops the rest of it.
+/// Of spans of runs and of hints. The system takes at most one request of the disk, or its own look-ahead, from a hint,
+/// and drops the rest of it.
 const REQUEST_BYTES: usize = 256 << 10;
 
 /// A run of neighbouring tensors in memory of our own.
@@ -383,7 +413,11 @@ impl Shard {
 
     fn read_exact(&self, offset: usize, out: &mut [u8]) -> Result<()> {
         self.file.read_exact_at(out, offset as u64).with_context(|| {
-            format!("{}: expected {} bytes at {offset}, the file changed or cannot be read", self.path.display(), out.len())
+            format!(
+                "{}: expected {} bytes at {offset}, the file changed or cannot be read",
+                self.path.display(),
+                out.len()
+            )
         })
     }
 
@@ -407,7 +441,11 @@ impl Shard {
             unsafe { libc::posix_fadvise(self.file.as_raw_fd(), offset as i64, bytes as i64, advice) };
         };
         advise(0, 0, libc::POSIX_FADV_RANDOM);
-        let (n, bytes) = if stride <= APART { (rows.min(1), rows.saturating_sub(1) * stride + row_bytes) } else { (rows, row_bytes) };
+        let (n, bytes) = if stride <= APART {
+            (rows.min(1), rows.saturating_sub(1) * stride + row_bytes)
+        } else {
+            (rows, row_bytes)
+        };
         for start in (0..n).map(|i| start + i * stride) {
             for offset in (0..bytes).step_by(REQUEST_BYTES) {
                 advise(start + offset, REQUEST_BYTES.min(bytes - offset), libc::POSIX_FADV_WILLNEED);
@@ -421,10 +459,14 @@ impl Shard {
             let bytes = PIECE_BYTES.min(start + len - offset);
             self.log(offset, bytes);
             match map.advise_range(Advice::PopulateRead, offset, bytes) {
-                // Kernels before 5.14 do not know the advice: pages then come one fault at a time, which is slower, not wrong.
+                // Kernels before 5.14 do not know the advice: pages then come one fault at a time, which is slower, not
+                // wrong.
                 Err(error) if error.kind() != ErrorKind::InvalidInput => {
                     return Err(error).with_context(|| {
-                        format!("{}: expected {bytes} bytes at {offset}, the file changed or cannot be read", self.path.display())
+                        format!(
+                            "{}: expected {bytes} bytes at {offset}, the file changed or cannot be read",
+                            self.path.display()
+                        )
                     })
                 }
                 _ => advance(bytes),
@@ -557,7 +599,8 @@ struct Entry {
 fn open_shard(path: &Path, index: usize, read: Read, log: Arc<Mutex<Vec<ReadCall>>>) -> Result<(Shard, Vec<Entry>)> {
     let file = File::open(path).with_context(|| format!("{}: cannot be opened", path.display()))?;
     let len = file.metadata().with_context(|| format!("{}: cannot be read", path.display()))?.len();
-    let len = usize::try_from(len).with_context(|| format!("{}: {len} bytes exceed the address space", path.display()))?;
+    let len =
+        usize::try_from(len).with_context(|| format!("{}: {len} bytes exceed the address space", path.display()))?;
     let entries = read_header(&file, len, path)?;
     let mapped = match read {
         Read::Mmap => true,
@@ -565,9 +608,12 @@ fn open_shard(path: &Path, index: usize, read: Read, log: Arc<Mutex<Vec<ReadCall
         Read::Auto => !is_network(&file),
     };
     let map = if mapped {
-        // SAFETY: the map is read only, and its length was validated against the header. Somebody who cuts the file while we run
-        // ends the process with SIGBUS; no program that maps files can prevent that, and `--no-mmap` does.
-        Some(unsafe { Mmap::map(&file) }.with_context(|| format!("{}: cannot be mapped; try --no-mmap", path.display()))?)
+        // SAFETY: the map is read only, and its length was validated against the header. Somebody who cuts the file
+        // while we run ends the process with SIGBUS; no program that maps files can prevent that, and `--no-mmap` does.
+        Some(
+            unsafe { Mmap::map(&file) }
+                .with_context(|| format!("{}: cannot be mapped; try --no-mmap", path.display()))?,
+        )
     } else {
         None
     };
@@ -579,11 +625,14 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 fn read_header(file: &File, file_len: usize, path: &Path) -> Result<Vec<Entry>> {
     let shown = path.display();
-    let cut = |expected: usize| format!("{shown}: expected {expected} bytes, found {file_len}: the download is likely incomplete");
+    let cut = |expected: usize| {
+        format!("{shown}: expected {expected} bytes, found {file_len}: the download is likely incomplete")
+    };
     if file_len < 8 {
         bail!("{shown}: expected at least 8 bytes, found {file_len}: the download is likely incomplete");
     }
-    let read = |out: &mut [u8], offset| file.read_exact_at(out, offset).with_context(|| format!("{shown}: cannot be read"));
+    let read =
+        |out: &mut [u8], offset| file.read_exact_at(out, offset).with_context(|| format!("{shown}: cannot be read"));
     let mut prefix = [0; 8];
     read(&mut prefix, 0)?;
     if &prefix == b"version " {
@@ -633,12 +682,17 @@ fn read_header(file: &File, file_len: usize, path: &Path) -> Result<Vec<Entry>> 
     // Contiguous from the end of the header to the end of the file: no overlap, no gap, nothing cut, nothing appended.
     entries.sort_by(|a, b| (a.start, a.len, &a.name).cmp(&(b.start, b.len, &b.name)));
     let end = entries.iter().map(|entry| entry.start + entry.len).max().unwrap_or(0);
-    let expected = data_start.checked_add(end).with_context(|| format!("{shown}: expected offsets within the file, found {end}"))?;
+    let expected = data_start
+        .checked_add(end)
+        .with_context(|| format!("{shown}: expected offsets within the file, found {end}"))?;
     if expected > file_len {
         bail!(cut(expected));
     }
     if expected < file_len {
-        bail!("{shown}: expected {expected} bytes, found {file_len}: {} bytes were appended; fetch the file again", file_len - expected);
+        bail!(
+            "{shown}: expected {expected} bytes, found {file_len}: {} bytes were appended; fetch the file again",
+            file_len - expected
+        );
     }
     let mut at = 0;
     for entry in &entries {

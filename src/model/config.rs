@@ -1,6 +1,6 @@
-//! config.json and generation_config.json -> `Config`, strictly: whatever changes the arithmetic is either read or refused by name.
-//! Both dialects are read: the hub's (rope_theta, rope_scaling, torch_dtype) and that of transformers 5 (rope_parameters, dtype).
-//! A new family is a row of `FAMILIES`, its fields here, and a section of weights.toml.
+//! config.json and generation_config.json -> `Config`, strictly: whatever changes the arithmetic is either read or
+//! refused by name. Both dialects are read: the hub's (rope_theta, rope_scaling, torch_dtype) and that of transformers
+//! 5 (rope_parameters, dtype). A new family is a row of `FAMILIES`, its fields here, and a section of weights.toml.
 use super::quant::{Format, Quant, FP8_DENSE};
 use super::weights::Role;
 use anyhow::{bail, ensure, Context, Result};
@@ -38,7 +38,8 @@ pub struct Config {
     pub experts: Option<Experts>,
     /// How matrices are stored; None: as bf16, f16 or f32.
     pub quant: Option<Quant>,
-    /// Plain matrices that every token reads become FP8 when they are loaded (`format`): asked for by the user, not by a config.
+    /// Plain matrices that every token reads become FP8 when they are loaded (`format`): asked for by the user, not by
+    /// a config.
     pub fp8_dense: bool,
     /// num_nextn_predict_layers: layers behind the last one, made for drafting.
     pub n_mtp_layers: usize,
@@ -49,7 +50,8 @@ pub struct Config {
     pub eos: Vec<(u32, &'static str)>,
 }
 
-/// Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are made of one latent a token, which is what the cache holds.
+/// Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are made of one latent a token, which
+/// is what the cache holds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Latent {
     /// q_lora_rank
@@ -146,13 +148,15 @@ impl Config {
     /// Reads config.json and, if there is one, generation_config.json.
     pub fn open(dir: &Path) -> Result<Config> {
         let path = dir.join("config.json");
-        let config = std::fs::read_to_string(&path).with_context(|| format!("{}: expected a model's config.json", path.display()))?;
+        let config = std::fs::read_to_string(&path)
+            .with_context(|| format!("{}: expected a model's config.json", path.display()))?;
         let generation_path = dir.join("generation_config.json");
         // A dangling link is an error, an absent file is not.
         let generation = match generation_path.symlink_metadata() {
-            Ok(_) => {
-                Some(std::fs::read_to_string(&generation_path).with_context(|| format!("{}: cannot be read", generation_path.display()))?)
-            }
+            Ok(_) => Some(
+                std::fs::read_to_string(&generation_path)
+                    .with_context(|| format!("{}: cannot be read", generation_path.display()))?,
+            ),
             Err(_) => None,
         };
         Config::parse(&config, generation.as_deref()).with_context(|| dir.display().to_string())
@@ -220,8 +224,10 @@ impl Rope {
             }
             RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, truncate, .. } => {
                 // The pair, as a real number, that makes `turns` turns within the original context.
-                let pair =
-                    |turns: f64| dim as f64 * (original_context as f64 / (turns * std::f64::consts::TAU)).ln() / (2.0 * self.theta.ln());
+                let pair = |turns: f64| {
+                    dim as f64 * (original_context as f64 / (turns * std::f64::consts::TAU)).ln()
+                        / (2.0 * self.theta.ln())
+                };
                 let (low, high) = (pair(beta_fast), pair(beta_slow));
                 let (low, high) = if truncate { (low.floor(), high.ceil()) } else { (low, high) };
                 let (low, high) = (low.max(0.0), high.min(dim as f64 - 1.0));
@@ -266,7 +272,11 @@ impl fmt::Display for Rope {
                 write!(f, "llama3, factor {factor}, original context {original_context}")
             }
             RopeScaling::Yarn { factor, original_context, .. } => {
-                write!(f, "yarn, factor {factor}, original context {original_context}, attention factor {}", self.attention_factor())
+                write!(
+                    f,
+                    "yarn, factor {factor}, original context {original_context}, attention factor {}",
+                    self.attention_factor()
+                )
             }
         }?;
         write!(f, ", theta {}", self.theta)
@@ -322,8 +332,14 @@ const LLAMA: Family = Family {
     default_window: None,
     layers: Layers::Plain,
 };
-const QWEN3: Family =
-    Family { architecture: "Qwen3ForCausalLM", arch: "qwen3", mlp_bias: false, qk_norm: true, always_slides: false, ..LLAMA };
+const QWEN3: Family = Family {
+    architecture: "Qwen3ForCausalLM",
+    arch: "qwen3",
+    mlp_bias: false,
+    qk_norm: true,
+    always_slides: false,
+    ..LLAMA
+};
 const DEEPSEEK: Family = Family {
     architecture: "DeepseekV3ForCausalLM",
     arch: "deepseek_v3",
@@ -335,8 +351,22 @@ const DEEPSEEK: Family = Family {
 
 const FAMILIES: [Family; 9] = [
     LLAMA,
-    Family { architecture: "MistralForCausalLM", arch: "mistral", bias: Bias::Never, mlp_bias: false, default_window: Some(4096), ..LLAMA },
-    Family { architecture: "Qwen2ForCausalLM", arch: "qwen2", bias: Bias::Qkv, mlp_bias: false, always_slides: false, ..LLAMA },
+    Family {
+        architecture: "MistralForCausalLM",
+        arch: "mistral",
+        bias: Bias::Never,
+        mlp_bias: false,
+        default_window: Some(4096),
+        ..LLAMA
+    },
+    Family {
+        architecture: "Qwen2ForCausalLM",
+        arch: "qwen2",
+        bias: Bias::Qkv,
+        mlp_bias: false,
+        always_slides: false,
+        ..LLAMA
+    },
     QWEN3,
     Family { architecture: "Qwen3MoeForCausalLM", arch: "qwen3_moe", layers: Layers::QwenExperts, ..QWEN3 },
     DEEPSEEK,
@@ -346,7 +376,8 @@ const FAMILIES: [Family; 9] = [
     Family { architecture: "Kimi_K25ForConditionalGeneration", arch: "kimi_k25", ..DEEPSEEK },
 ];
 
-/// A model of text and images keeps the text model's keys in text_config. Takes them out; what is left is about images, or says the same.
+/// A model of text and images keeps the text model's keys in text_config. Takes them out; what is left is about images,
+/// or says the same.
 fn take_text_config(keys: &mut Keys) -> Result<()> {
     if keys.map.get("model_type").is_none_or(|model_type| model_type != "kimi_k25") {
         return Ok(());
@@ -361,7 +392,8 @@ fn take_text_config(keys: &mut Keys) -> Result<()> {
         inner.unwrap_or_default()
     );
     text.shift_remove("architectures");
-    // The outer tie_word_embeddings is none of the model's: transformers' class has it true by default although there is a head.
+    // The outer tie_word_embeddings is none of the model's: transformers' class has it true by default although there
+    // is a head.
     keys.take("tie_word_embeddings");
     for key in IMAGE_KEYS {
         keys.take(key);
@@ -381,15 +413,24 @@ fn take_text_config(keys: &mut Keys) -> Result<()> {
 }
 
 /// What a model of images and text says about images.
-const IMAGE_KEYS: [&str; 6] =
-    ["vision_config", "media_placeholder_token_id", "image_token_id", "ignore_index", "use_unified_vision_chunk", "video_placeholder"];
+const IMAGE_KEYS: [&str; 6] = [
+    "vision_config",
+    "media_placeholder_token_id",
+    "image_token_id",
+    "ignore_index",
+    "use_unified_vision_chunk",
+    "video_placeholder",
+];
 
 fn parse_config(keys: &mut Keys) -> Result<Config> {
     let quant = keys.take("quantization_config").map(Quant::parse).transpose()?;
     let family = parse_family(keys)?;
     for key in ["hidden_act", "hidden_activation"] {
         if let Some(activation) = keys.take(key) {
-            ensure!(activation == "silu" || activation == "swish", "config.json: {key}: expected \"silu\", found {activation}");
+            ensure!(
+                activation == "silu" || activation == "swish",
+                "config.json: {key}: expected \"silu\", found {activation}"
+            );
         }
     }
 
@@ -469,7 +510,11 @@ fn parse_config(keys: &mut Keys) -> Result<Config> {
         experts,
         quant,
         fp8_dense: false,
-        n_mtp_layers: if latent.is_some() { keys.optional_whole("num_nextn_predict_layers", 16)?.unwrap_or(0) } else { 0 },
+        n_mtp_layers: if latent.is_some() {
+            keys.optional_whole("num_nextn_predict_layers", 16)?.unwrap_or(0)
+        } else {
+            0
+        },
         // The default of all families' config classes.
         tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
         bos,
@@ -497,16 +542,20 @@ fn parse_family(keys: &mut Keys) -> Result<Family> {
     });
     let mut families: Vec<Family> = families.collect();
     if families.is_empty() {
-        let Some(found) = architectures.or(model_type) else { bail!("config.json: expected architectures or model_type, found neither") };
+        let Some(found) = architectures.or(model_type) else {
+            bail!("config.json: expected architectures or model_type, found neither")
+        };
         bail!("config.json: expected an architecture of {}, found {found}", known());
     }
     // Kimi-K2 calls itself by DeepSeek's architecture.
-    let found = families.iter().position(|family| model_type.as_ref().is_none_or(|model_type| model_type == family.arch));
+    let found =
+        families.iter().position(|family| model_type.as_ref().is_none_or(|model_type| model_type == family.arch));
     match found {
         Some(i) => Ok(families.swap_remove(i)),
         None => {
             let arch: Vec<String> = families.iter().map(|family| format!("{:?}", family.arch)).collect();
-            let (arch, architecture, found) = (arch.join(" or "), families[0].architecture, model_type.unwrap_or_default());
+            let (arch, architecture, found) =
+                (arch.join(" or "), families[0].architecture, model_type.unwrap_or_default());
             bail!("config.json: model_type: expected {arch} for {architecture}, found {found}")
         }
     }
@@ -519,7 +568,9 @@ pub(super) fn parse_latent(keys: &mut Keys, n_heads: usize, n_kv_heads: usize) -
     );
     let most = 1 << 16;
     let q_rank = keys.optional_count("q_lora_rank", most)?;
-    let q_rank = q_rank.context("config.json: q_lora_rank: expected a number, found none: queries without a latent are not supported")?;
+    let q_rank = q_rank.context(
+        "config.json: q_lora_rank: expected a number, found none: queries without a latent are not supported",
+    )?;
     let latent = Latent {
         q_rank,
         kv_rank: keys.count("kv_lora_rank", most)?,
@@ -528,8 +579,14 @@ pub(super) fn parse_latent(keys: &mut Keys, n_heads: usize, n_kv_heads: usize) -
         v_dim: keys.count("v_head_dim", most)?,
         interleaved: keys.flag("rope_interleave")?.unwrap_or(true),
     };
-    ensure!(latent.rope_dim % 2 == 0, "config.json: qk_rope_head_dim: expected an even number, found {}", latent.rope_dim);
-    if let Some(dim) = keys.optional_count("qk_head_dim", 2 * most)?.filter(|dim| *dim != latent.nope_dim + latent.rope_dim) {
+    ensure!(
+        latent.rope_dim % 2 == 0,
+        "config.json: qk_rope_head_dim: expected an even number, found {}",
+        latent.rope_dim
+    );
+    if let Some(dim) =
+        keys.optional_count("qk_head_dim", 2 * most)?.filter(|dim| *dim != latent.nope_dim + latent.rope_dim)
+    {
         bail!("config.json: qk_head_dim: expected qk_nope_head_dim + qk_rope_head_dim, found {dim}");
     }
     keys.take("auto_map"); // the authors' own code for what is implemented here
@@ -556,10 +613,19 @@ fn parse_deepseek_experts(keys: &mut Keys, n_layers: usize) -> Result<Experts> {
         scale: keys.optional_positive("routed_scaling_factor", 1e6)?.unwrap_or(1.0) as f32,
     };
     let Routing { n_experts, n_groups, top_groups, .. } = routing;
-    ensure!(n_experts % n_groups == 0, "config.json: n_group: expected a divisor of n_routed_experts = {n_experts}, found {n_groups}");
-    ensure!(top_groups <= n_groups, "config.json: topk_group: expected at most n_group = {n_groups}, found {top_groups}");
+    ensure!(
+        n_experts % n_groups == 0,
+        "config.json: n_group: expected a divisor of n_routed_experts = {n_experts}, found {n_groups}"
+    );
+    ensure!(
+        top_groups <= n_groups,
+        "config.json: topk_group: expected at most n_group = {n_groups}, found {top_groups}"
+    );
     // A group is judged by its best two.
-    ensure!(n_groups == 1 || n_experts / n_groups >= 2, "config.json: n_group: expected groups of two or more experts, found {n_groups}");
+    ensure!(
+        n_groups == 1 || n_experts / n_groups >= 2,
+        "config.json: n_group: expected groups of two or more experts, found {n_groups}"
+    );
     check_top_k(&routing, n_experts / n_groups * top_groups)?;
     let n_shared = keys.optional_whole("n_shared_experts", 64)?.unwrap_or(0);
     let n_dense = keys.optional_whole("first_k_dense_replace", n_layers)?.unwrap_or(0);
@@ -569,8 +635,13 @@ fn parse_deepseek_experts(keys: &mut Keys, n_layers: usize) -> Result<Experts> {
 fn parse_qwen_experts(keys: &mut Keys, n_layers: usize) -> Result<Experts> {
     let expert_dim = keys.count("moe_intermediate_size", 1 << 22)?;
     // transformers 5 writes the second name.
-    let n_experts = match (keys.optional_count("num_experts", MOST_EXPERTS)?, keys.optional_count("num_local_experts", MOST_EXPERTS)?) {
-        (Some(a), Some(b)) if a != b => bail!("config.json: num_experts: expected to agree with num_local_experts, found {a} and {b}"),
+    let n_experts = match (
+        keys.optional_count("num_experts", MOST_EXPERTS)?,
+        keys.optional_count("num_local_experts", MOST_EXPERTS)?,
+    ) {
+        (Some(a), Some(b)) if a != b => {
+            bail!("config.json: num_experts: expected to agree with num_local_experts, found {a} and {b}")
+        }
         (Some(n), _) | (_, Some(n)) => n,
         (None, None) => bail!("config.json: num_experts: expected a number from 1 to {MOST_EXPERTS}, found none"),
     };
@@ -598,7 +669,10 @@ const MOST_EXPERTS: usize = 1 << 14;
 
 fn check_top_k(routing: &Routing, available: usize) -> Result<()> {
     let top_k = routing.top_k;
-    ensure!(top_k <= available, "config.json: num_experts_per_tok: expected at most the {available} that can be chosen, found {top_k}");
+    ensure!(
+        top_k <= available,
+        "config.json: num_experts_per_tok: expected at most the {available} that can be chosen, found {top_k}"
+    );
     Ok(())
 }
 
@@ -617,7 +691,11 @@ fn refuse_sliding(keys: &mut Keys, family: &Family, n_layers: usize, context: us
     match keys.take("layer_types") {
         None => Ok(()),
         Some(Value::Array(types)) => {
-            ensure!(types.len() == n_layers, "config.json: layer_types: expected {n_layers} entries, found {}", types.len());
+            ensure!(
+                types.len() == n_layers,
+                "config.json: layer_types: expected {n_layers} entries, found {}",
+                types.len()
+            );
             match types.iter().find(|layer_type| *layer_type != "full_attention") {
                 Some(other) => bail!("config.json: layer_types: expected only \"full_attention\", found {other}"),
                 None => Ok(()),
@@ -687,11 +765,18 @@ fn parse_scaling(keys: &mut Keys, context: usize) -> Result<RopeScaling> {
         }
         Some("yarn") => {
             // transformers takes zero for absent here.
-            let option = |keys: &mut Keys, key| Ok::<_, anyhow::Error>(keys.optional_number(key)?.filter(|value| *value != 0.0));
-            let positive = |keys: &mut Keys, key, default| Ok::<_, anyhow::Error>(keys.optional_positive(key, 1e6)?.unwrap_or(default));
+            let option =
+                |keys: &mut Keys, key| Ok::<_, anyhow::Error>(keys.optional_number(key)?.filter(|value| *value != 0.0));
+            let positive = |keys: &mut Keys, key, default| {
+                Ok::<_, anyhow::Error>(keys.optional_positive(key, 1e6)?.unwrap_or(default))
+            };
             let beta_fast = positive(keys, "beta_fast", 32.0)?;
             let beta_slow = positive(keys, "beta_slow", 1.0)?;
-            ensure!(beta_slow <= beta_fast, "{}beta_slow: expected at most beta_fast = {beta_fast}, found {beta_slow}", keys.path);
+            ensure!(
+                beta_slow <= beta_fast,
+                "{}beta_slow: expected at most beta_fast = {beta_fast}, found {beta_slow}",
+                keys.path
+            );
             Ok(RopeScaling::Yarn {
                 factor: factor(keys)?,
                 original_context: keys.optional_count(original, 1 << 30)?.unwrap_or(context),
@@ -710,7 +795,11 @@ fn parse_scaling(keys: &mut Keys, context: usize) -> Result<RopeScaling> {
 /// Only the token ids: the sampling defaults of a model are the user's business.
 fn parse_generation(mut config: Config, mut keys: Keys) -> Result<Config> {
     let token = |key: &str, id: u64| -> Result<u32> {
-        ensure!(id < config.vocab as u64, "{GENERATION}: {key}: expected an id below vocab_size = {}, found {id}", config.vocab);
+        ensure!(
+            id < config.vocab as u64,
+            "{GENERATION}: {key}: expected an id below vocab_size = {}, found {id}",
+            config.vocab
+        );
         Ok(id as u32)
     };
     for id in keys.ids("eos_token_id")? {
@@ -760,7 +849,8 @@ impl Keys {
 
     /// A whole number from 1 to `max`.
     pub fn count(&mut self, key: &str, max: usize) -> Result<usize> {
-        self.optional_count(key, max)?.with_context(|| format!("{}{key}: expected a number from 1 to {max}, found none", self.path))
+        self.optional_count(key, max)?
+            .with_context(|| format!("{}{key}: expected a number from 1 to {max}, found none", self.path))
     }
 
     pub fn optional_count(&mut self, key: &str, max: usize) -> Result<Option<usize>> {
@@ -817,14 +907,17 @@ impl Keys {
             Some(value) => vec![value],
         };
         let id = |value: &Value| {
-            value.as_u64().with_context(|| format!("{}{key}: expected a token id or a list of them, found {value}", self.path))
+            value
+                .as_u64()
+                .with_context(|| format!("{}{key}: expected a token id or a list of them, found {value}", self.path))
         };
         values.iter().map(id).collect()
     }
 
     /// What is left was not read. Null says nothing in transformers; anything else might change the arithmetic.
     pub fn refuse_unread(self, is_harmless: impl Fn(&str, &Value) -> bool) -> Result<()> {
-        let Some((key, value)) = self.map.iter().find(|(key, value)| !value.is_null() && !is_harmless(key, value)) else {
+        let Some((key, value)) = self.map.iter().find(|(key, value)| !value.is_null() && !is_harmless(key, value))
+        else {
             return Ok(());
         };
         let shown: String = value.to_string().chars().take(60).collect();
@@ -835,8 +928,8 @@ impl Keys {
     }
 }
 
-/// Keys that say nothing about the forward pass of these families: training, text, provenance, and the generation and task defaults
-/// that transformers 4 wrote into every config.
+/// Keys that say nothing about the forward pass of these families: training, text, provenance, and the generation and
+/// task defaults that transformers 4 wrote into every config.
 pub(super) fn is_descriptive(key: &str) -> bool {
     const PREFIXES: [&str; 3] = ["_", "transformers", "unsloth_"];
     PREFIXES.iter().any(|prefix| key.starts_with(prefix)) || DESCRIPTIVE.contains(&key)

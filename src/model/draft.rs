@@ -1,6 +1,7 @@
-//! A drafter on disk: an EAGLE-3 head, or the target's own layer for multi-token prediction. Of an EAGLE-3 head: its config in the dialects found in the wild (SafeAILab, SpecForge, speculators, ModelOpt), its weights, the
-//! target layers that it reads, and the map from its vocabulary to the target's. Everything is checked against the target before it is used.
-//! What a drafter computes is `plan::drafter`; how drafts are used is decode/.
+//! A drafter on disk: an EAGLE-3 head, or the target's own layer for multi-token prediction. Of an EAGLE-3 head: its
+//! config in the dialects found in the wild (SafeAILab, SpecForge, speculators, ModelOpt), its weights, the target
+//! layers that it reads, and the map from its vocabulary to the target's. Everything is checked against the target
+//! before it is used. What a drafter computes is `plan::drafter`; how drafts are used is decode/.
 use super::checkpoint::{Checkpoint, Dtype, Read, Tensor};
 use super::config::{is_descriptive, is_neutral, parse_latent, parse_rope, Config, Keys, Latent, Rope};
 use super::plan::Drafter;
@@ -18,7 +19,8 @@ pub struct DraftModel {
     pub name: String,
     pub shape: Drafter,
     pub rope: Rope,
-    /// Its own, and those it shares with the target (embedding, head) under the drafter's roles. `notes` has what the user should know.
+    /// Its own, and those it shares with the target (embedding, head) under the drafter's roles. `notes` has what the
+    /// user should know.
     pub weights: Weights,
     /// Draft id to target id, ascending; None where both vocabularies are the same.
     pub map: Option<Vec<u32>>,
@@ -27,9 +29,15 @@ pub struct DraftModel {
 }
 
 impl DraftModel {
-    /// Opens a drafter for a target. `tokens` is how many ids the target's tokenizer has, if it has one. Reads no weights but the maps
-    /// between the vocabularies. Every mismatch is one line: drafter, target, key.
-    pub fn open(dir: &Path, target: &Config, target_weights: &Weights, tokens: Option<usize>, read: Read) -> Result<DraftModel> {
+    /// Opens a drafter for a target. `tokens` is how many ids the target's tokenizer has, if it has one. Reads no
+    /// weights but the maps between the vocabularies. Every mismatch is one line: drafter, target, key.
+    pub fn open(
+        dir: &Path,
+        target: &Config,
+        target_weights: &Weights,
+        tokens: Option<usize>,
+        read: Read,
+    ) -> Result<DraftModel> {
         let name = dir.display().to_string();
         let open = || -> Result<DraftModel> {
             let config = DraftConfig::open(dir)?;
@@ -43,7 +51,12 @@ impl DraftModel {
     }
 
     /// The target's layer for multi-token prediction; embedding and head are the target's.
-    pub fn mtp(table: &Table, target: &Config, target_weights: &Weights, checkpoint: &Checkpoint) -> Result<DraftModel> {
+    pub fn mtp(
+        table: &Table,
+        target: &Config,
+        target_weights: &Weights,
+        checkpoint: &Checkpoint,
+    ) -> Result<DraftModel> {
         one_mtp_layer(target)?;
         let mut weights = claim_mtp(table, target, checkpoint).context("--draft mtp")?;
         for (role, of_target) in [(Role::DraftEmbed, Role::Embed), (Role::DraftHead, Role::Head)] {
@@ -82,8 +95,8 @@ impl DraftModel {
         DraftModel { name, shape, rope: target.rope.clone(), weights, map: None, taps_from: "the model's own".into() }
     }
 
-    /// The shape in a config.json alone, for a machine that makes random weights: it shares the target's embedding and, where its vocabulary is
-    /// smaller, knows ids spread evenly.
+    /// The shape in a config.json alone, for a machine that makes random weights: it shares the target's embedding and,
+    /// where its vocabulary is smaller, knows ids spread evenly.
     pub fn random(dir: &Path, target: &Config) -> Result<DraftModel> {
         let name = dir.display().to_string();
         let made = || -> Result<DraftModel> {
@@ -96,7 +109,8 @@ impl DraftModel {
         made().with_context(|| format!("drafter {name}"))
     }
 
-    /// Keeps these target ids, ascending, of a drafter that knows all: its head has fewer rows, a draft costs less, and the others are never drafted.
+    /// Keeps these target ids, ascending, of a drafter that knows all: its head has fewer rows, a draft costs less, and
+    /// the others are never drafted.
     pub fn truncate(mut self, ids: Vec<u32>) -> Result<DraftModel> {
         if let Some(map) = &self.map {
             bail!("--draft-vocab: expected a drafter with the whole vocabulary, found one of {} ids; leave the option out", map.len());
@@ -104,7 +118,12 @@ impl DraftModel {
         let id = WeightId::new(Role::DraftHead, None);
         // Random weights are made in the size that the shape says.
         if let Some(head) = self.weights.find(id) {
-            ensure!(head.format == Format::Plain, "--draft-vocab: expected a plain head, found {} as {}", head.parts[0].name, head.format);
+            ensure!(
+                head.format == Format::Plain,
+                "--draft-vocab: expected a plain head, found {} as {}",
+                head.parts[0].name,
+                head.format
+            );
             let (parts, rows) = (vec![head.parts[0].select(&ids)?], vec![ids.len()]);
             let head = Weight { parts, rows, ..head.clone() };
             self.weights.insert(id, head);
@@ -117,7 +136,10 @@ impl DraftModel {
 
 fn one_mtp_layer(target: &Config) -> Result<()> {
     let n = target.n_mtp_layers;
-    ensure!(n > 0, "--draft mtp: config.json: num_nextn_predict_layers: expected a layer for multi-token prediction, found none");
+    ensure!(
+        n > 0,
+        "--draft mtp: config.json: num_nextn_predict_layers: expected a layer for multi-token prediction, found none"
+    );
     ensure!(n == 1, "--draft mtp: config.json: num_nextn_predict_layers: expected 1, found {n}: not supported");
     Ok(())
 }
@@ -192,7 +214,8 @@ const LAYER_IDS: &str = "eagle_aux_hidden_state_layer_ids";
 impl DraftConfig {
     fn open(dir: &Path) -> Result<DraftConfig> {
         let path = dir.join("config.json");
-        let json = std::fs::read_to_string(&path).with_context(|| format!("{}: expected a drafter's config.json", path.display()))?;
+        let json = std::fs::read_to_string(&path)
+            .with_context(|| format!("{}: expected a drafter's config.json", path.display()))?;
         DraftConfig::parse(&json)
     }
 
@@ -203,7 +226,8 @@ impl DraftConfig {
             Some(kind) if kind == "eagle3" => Dialect::Speculators,
             Some(kind) => bail!("config.json: speculators_model_type: expected \"eagle3\", found {kind}"),
         };
-        // The layer's own fields are nested in that dialect. Outer keys win, except that the outer model_type is that of the file.
+        // The layer's own fields are nested in that dialect. Outer keys win, except that the outer model_type is that
+        // of the file.
         if let Some(Value::Object(layer)) = keys.take("transformer_layer_config") {
             keys.take("model_type");
             for (key, value) in layer {
@@ -226,7 +250,9 @@ impl DraftConfig {
         // The flags that change arithmetic; some files nest them.
         let mut flag = |key: &str| -> Result<Option<bool>> {
             match (keys.flag(key)?, eagle.flag(key)?) {
-                (Some(a), Some(b)) if a != b => bail!("config.json: {key}: expected one value, found {a} and, in eagle_config, {b}"),
+                (Some(a), Some(b)) if a != b => {
+                    bail!("config.json: {key}: expected one value, found {a} and, in eagle_config, {b}")
+                }
                 (outer, inner) => Ok(outer.or(inner)),
             }
         };
@@ -244,14 +270,17 @@ impl DraftConfig {
         let inner = eagle.take(LAYER_IDS).map(|ids| ("eagle_config.eagle_aux_hidden_state_layer_ids", ids));
         let layer_ids = match outer.or(inner) {
             Some((key, value)) => {
-                let ids: Option<Vec<usize>> = value.as_array().and_then(|ids| ids.iter().map(|id| Some(id.as_u64()? as usize)).collect());
-                let ids = ids.with_context(|| format!("config.json: {key}: expected a list of layers, found {value}"))?;
+                let ids: Option<Vec<usize>> =
+                    value.as_array().and_then(|ids| ids.iter().map(|id| Some(id.as_u64()? as usize)).collect());
+                let ids =
+                    ids.with_context(|| format!("config.json: {key}: expected a list of layers, found {value}"))?;
                 // ModelOpt writes an empty list for the default.
                 (!ids.is_empty()).then_some((key, ids))
             }
             None => None,
         };
-        let neutral = [("use_input_layernorm_in_first_layer", true), ("use_last_layernorm", true), ("use_mtp_layernorm", false)];
+        let neutral =
+            [("use_input_layernorm_in_first_layer", true), ("use_last_layernorm", true), ("use_mtp_layernorm", false)];
         for (key, only) in neutral {
             if let Some(value) = eagle.flag(key)?.filter(|value| *value != only) {
                 bail!("config.json: eagle_config.{key}: expected {only}, found {value}: not supported");
@@ -278,10 +307,16 @@ impl DraftConfig {
             (Some(latent), _) => latent.nope_dim + latent.rope_dim,
             (None, head_dim) => head_dim.unwrap_or(hidden / n_heads),
         };
-        ensure!(head_dim > 0 && head_dim % 2 == 0, "config.json: head_dim: expected an even number for rope, found {head_dim}");
+        ensure!(
+            head_dim > 0 && head_dim % 2 == 0,
+            "config.json: head_dim: expected an even number for rope, found {head_dim}"
+        );
         let vocab = keys.count("vocab_size", 1 << 26)?;
         let draft_vocab = keys.optional_count("draft_vocab_size", 1 << 26)?.unwrap_or(vocab);
-        ensure!(draft_vocab <= vocab, "config.json: draft_vocab_size: expected at most vocab_size = {vocab}, found {draft_vocab}");
+        ensure!(
+            draft_vocab <= vocab,
+            "config.json: draft_vocab_size: expected at most vocab_size = {vocab}, found {draft_vocab}"
+        );
         // SafeAILab's heads were trained at this length and say no other.
         let context = keys.optional_count("max_position_embeddings", 1 << 30)?.unwrap_or(2048);
         let config = DraftConfig {
@@ -326,7 +361,8 @@ enum Style {
 fn parse_style(keys: &mut Keys) -> Result<Style> {
     let architectures = keys.take("architectures");
     let model_type = keys.take("model_type");
-    let name = architectures.as_ref().and_then(|names| names.as_array()?.first()?.as_str()).unwrap_or("LlamaForCausalLM");
+    let name =
+        architectures.as_ref().and_then(|names| names.as_array()?.first()?.as_str()).unwrap_or("LlamaForCausalLM");
     if !ARCHITECTURES.contains(&name) {
         bail!("config.json: architectures: expected a drafter of {}, found {name:?}", ARCHITECTURES.join(", "));
     }
@@ -337,13 +373,15 @@ fn parse_style(keys: &mut Keys) -> Result<Style> {
         (None | Some("qwen3" | "eagle3" | "speculator_model"), false) if name == "Qwen3ForCausalLM" => Ok(Style::Qwen3),
         (Some("qwen3"), false) => Ok(Style::Qwen3),
         (found, _) => {
-            let expected = if latent { "\"kimi_k2\" or \"deepseek_v3\" as attention is latent" } else { "\"llama\" or \"qwen3\"" };
+            let expected =
+                if latent { "\"kimi_k2\" or \"deepseek_v3\" as attention is latent" } else { "\"llama\" or \"qwen3\"" };
             bail!("config.json: model_type: expected {expected}, found {:?}", found.unwrap_or_default())
         }
     }
 }
 
-/// The one layer of a drafter with latent attention has no experts, whatever else its config takes over from the target's.
+/// The one layer of a drafter with latent attention has no experts, whatever else its config takes over from the
+/// target's.
 fn refuse_experts(keys: &mut Keys) -> Result<()> {
     let n_dense = keys.take("first_k_dense_replace").and_then(|n| n.as_u64());
     let n_experts = keys.take("n_routed_experts").filter(|n| *n != 0);
@@ -382,7 +420,8 @@ fn refuse_sliding(keys: &mut Keys) -> Result<()> {
     }
 }
 
-/// Keys that trainers write beside those of transformers; none touches the arithmetic of drafting. End tokens are the target's business.
+/// Keys that trainers write beside those of transformers; none touches the arithmetic of drafting. End tokens are the
+/// target's business.
 fn is_of_trainers(key: &str) -> bool {
     const KEYS: [&str; 8] = [
         "speculators_config",
@@ -435,7 +474,13 @@ fn shape(c: &DraftConfig, target: &Config) -> Result<(Drafter, String)> {
     Ok((shape, taps_from))
 }
 
-fn build(name: String, c: DraftConfig, checkpoint: &Checkpoint, target: &Config, target_weights: &Weights) -> Result<DraftModel> {
+fn build(
+    name: String,
+    c: DraftConfig,
+    checkpoint: &Checkpoint,
+    target: &Config,
+    target_weights: &Weights,
+) -> Result<DraftModel> {
     let table = Table::builtin()?;
     let tensors = table.named(ARCH, checkpoint)?;
     refuse_eagle1(&tensors)?;
@@ -450,7 +495,11 @@ fn build(name: String, c: DraftConfig, checkpoint: &Checkpoint, target: &Config,
     let has = |name: &str| tensors.contains_key(name);
     let (own_embed, own_head) = (has("embed_tokens.weight"), has("lm_head.weight"));
     if !own_embed && c.hidden != target.hidden {
-        return Err(mismatch("embed_tokens.weight", format!("none, and hidden {}", c.hidden), format!("hidden {}", target.hidden)));
+        return Err(mismatch(
+            "embed_tokens.weight",
+            format!("none, and hidden {}", c.hidden),
+            format!("hidden {}", target.hidden),
+        ));
     }
     if !own_head && (c.draft_vocab != c.vocab || c.hidden != target.hidden) {
         let drafter = format!("none for {} ids of {}", c.draft_vocab, c.hidden);
@@ -530,8 +579,9 @@ fn refuse_eagle1(tensors: &BTreeMap<String, Tensor>) -> Result<()> {
     Ok(())
 }
 
-/// Layer entries from the ids in the config. Trainers count differently: SpecForge and ModelOpt write layers whose output is read, speculators
-/// the layers whose input it is. The usual first id, 1 or 2, tells them apart whatever tool has rewritten the file.
+/// Layer entries from the ids in the config. Trainers count differently: SpecForge and ModelOpt write layers whose
+/// output is read, speculators the layers whose input it is. The usual first id, 1 or 2, tells them apart whatever tool
+/// has rewritten the file.
 fn taps(c: &DraftConfig, target: &Config) -> Result<(Vec<usize>, String)> {
     let n = target.n_layers;
     let Some((key, ids)) = &c.layer_ids else {
@@ -562,7 +612,11 @@ fn taps(c: &DraftConfig, target: &Config) -> Result<(Vec<usize>, String)> {
 }
 
 /// Draft id -> target id, from d2t: target = id + d2t[id].
-fn vocabulary_map(c: &DraftConfig, tensors: &BTreeMap<String, Tensor>, notes: &mut Vec<String>) -> Result<Option<Vec<u32>>> {
+fn vocabulary_map(
+    c: &DraftConfig,
+    tensors: &BTreeMap<String, Tensor>,
+    notes: &mut Vec<String>,
+) -> Result<Option<Vec<u32>>> {
     if c.draft_vocab == c.vocab {
         return Ok(None);
     }
@@ -579,7 +633,11 @@ fn vocabulary_map(c: &DraftConfig, tensors: &BTreeMap<String, Tensor>, notes: &m
         let cure = if absolute { "; d2t looks like ids, expected offsets (target id - draft id)" } else { "" };
         return Err(mismatch("d2t", format!("id {id}"), format!("{vocab} ids{cure}")));
     }
-    ensure!(ids.is_sorted_by(|a, b| a < b), "d2t: expected ascending target ids (draft id + d2t), found another order in {}", d2t.file);
+    ensure!(
+        ids.is_sorted_by(|a, b| a < b),
+        "d2t: expected ascending target ids (draft id + d2t), found another order in {}",
+        d2t.file
+    );
     if offsets.iter().all(|offset| *offset == 0) {
         notes.push(format!("d2t is all zero: the drafter knows ids 0 to {} only", n - 1));
     }
@@ -605,7 +663,9 @@ fn integers(tensor: &Tensor) -> Result<Vec<i64>> {
     tensor.read_at(0, &mut bytes)?;
     match tensor.dtype {
         Dtype::I64 => Ok(bytes.chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().expect("8 bytes"))).collect()),
-        Dtype::I32 => Ok(bytes.chunks_exact(4).map(|b| i32::from_le_bytes(b.try_into().expect("4 bytes")).into()).collect()),
+        Dtype::I32 => {
+            Ok(bytes.chunks_exact(4).map(|b| i32::from_le_bytes(b.try_into().expect("4 bytes")).into()).collect())
+        }
         other => bail!("{}: expected i64 or i32, found {other} in {}", tensor.name, tensor.file),
     }
 }
@@ -625,7 +685,8 @@ fn compare_tokenizer(dir: &Path, tokens: usize) -> Result<()> {
         own += !vocab.is_some_and(|vocab| vocab.contains_key(content)) as usize;
     }
     if own != tokens {
-        return Err(mismatch("tokenizer.json", format!("{own} tokens"), tokens)).context("it was trained for another tokenizer");
+        return Err(mismatch("tokenizer.json", format!("{own} tokens"), tokens))
+            .context("it was trained for another tokenizer");
     }
     Ok(())
 }

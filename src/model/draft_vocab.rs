@@ -1,5 +1,6 @@
-//! Which tokens a drafter with the whole vocabulary may draft, from a file that says how frequent they are. Its head is most of what a draft reads: with
-//! 32,768 of Kimi-K2.5's 163,840 rows it is a fifth. The idea is FR-Spec's (arXiv 2502.14856).
+//! Which tokens a drafter with the whole vocabulary may draft, from a file that says how frequent they are. Its head is
+//! most of what a draft reads: with 32,768 of Kimi-K2.5's 163,840 rows it is a fifth. The idea is FR-Spec's (arXiv
+//! 2502.14856).
 use anyhow::{bail, ensure, Context, Result};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -8,7 +9,8 @@ use std::path::Path;
 /// Most tokens that are kept.
 pub const MOST: usize = 32768;
 
-/// The ids that `path` names as the `MOST` most frequent, ascending; of equals the lowest. JSON: `{"id": count}`, or a list of ids, the most frequent first.
+/// The ids that `path` names as the `MOST` most frequent, ascending; of equals the lowest. JSON: `{"id": count}`, or a
+/// list of ids, the most frequent first.
 pub fn read(path: &Path, vocab: usize) -> Result<Vec<u32>> {
     let read = || -> Result<Vec<u32>> {
         let text = std::fs::read_to_string(path).context("expected a file of token frequencies")?;
@@ -30,7 +32,9 @@ pub fn parse(text: &str, vocab: usize) -> Result<Vec<u32>> {
         Value::Object(counts) => {
             let mut counted = Vec::new();
             for (key, count) in &counts {
-                let Some(count) = count.as_u64() else { bail!("expected how often id {key} was counted, found {count}") };
+                let Some(count) = count.as_u64() else {
+                    bail!("expected how often id {key} was counted, found {count}")
+                };
                 counted.push((std::cmp::Reverse(count), id(key.parse().ok(), key)?));
             }
             counted.sort();
@@ -60,7 +64,10 @@ mod tests {
         let kept = parse(&format!("{{{}}}", counts.join(", ")), vocab).unwrap();
         assert_eq!(kept, (5..MOST as u32 + 5).collect::<Vec<u32>>());
         let falling: Vec<String> = (0..vocab).rev().map(|id| id.to_string()).collect();
-        assert_eq!(parse(&format!("[{}]", falling.join(",")), vocab).unwrap(), (10..vocab as u32).collect::<Vec<u32>>());
+        assert_eq!(
+            parse(&format!("[{}]", falling.join(",")), vocab).unwrap(),
+            (10..vocab as u32).collect::<Vec<u32>>()
+        );
     }
 
     #[test]

@@ -1,21 +1,23 @@
 //! The plan: what one pass computes, as a list of steps, built from the config alone.
 //!
-//! The CUDA backend launches this list (and capture turns it into a graph), the CPU reference runs it in f32, bench walks it for the
-//! bytes each step moves, doctor compares the two step by step. Nothing here touches weights or a GPU. Read `Step` first; the arms
-//! that execute it are in cpu/reference.rs and gpu/kernels.rs.
+//! The CUDA backend launches this list (and capture turns it into a graph), the CPU reference runs it in f32, bench
+//! walks it for the bytes each step moves, doctor compares the two step by step. Nothing here touches weights or a GPU.
+//! Read `Step` first; the arms that execute it are in cpu/reference.rs and gpu/kernels.rs.
 //!
-//! What surprises: norms are not steps. A linear layer multiplies its input by the norm weight on the way in and its sums by the row's
-//! 1/rms on the way out, so that no step waits for another just to normalise.
+//! What surprises: norms are not steps. A linear layer multiplies its input by the norm weight on the way in and its
+//! sums by the row's 1/rms on the way out, so that no step waits for another just to normalise.
 use super::config::{Config, Latent, Routing, Scoring};
 use super::quant::Format;
 use super::weights::{vocab_rows, Role, WeightId};
 use anyhow::{bail, Result};
 use std::fmt;
 
-/// Widest verify pass. Caches hold `context + 2 * MAX_WIDTH` rows, so that a pass may write past the end of the context.
+/// Widest verify pass. Caches hold `context + 2 * MAX_WIDTH` rows, so that a pass may write past the end of the
+/// context.
 pub const MAX_WIDTH: usize = 16;
 
-/// The epsilon of the norms inside latent attention, whatever rms_norm_eps says: as in DeepSeek's and transformers' code.
+/// The epsilon of the norms inside latent attention, whatever rms_norm_eps says: as in DeepSeek's and transformers'
+/// code.
 pub const LATENT_NORM_EPS: f32 = 1e-6;
 
 /// Rows of the ring of tapped features, indexed by position: one prefill chunk.
@@ -29,7 +31,8 @@ pub const PREFILL_ROWS: [usize; 4] = [16, 64, 256, 1024];
 pub enum Pass {
     /// Up to `rows` prompt tokens into the cache. No logits: the last prompt token goes through `Verify { width: 1 }`.
     Prefill { rows: usize },
-    /// The root token and `width - 1` drafts: logits for every row, sampled, accepted while the sample equals the draft.
+    /// The root token and `width - 1` drafts: logits for every row, sampled, accepted while the sample equals the
+    /// draft.
     Verify { width: usize },
     /// The drafter over up to `rows` prompt tokens with the target's features.
     DraftPrefill { rows: usize },
@@ -42,9 +45,11 @@ pub enum Pass {
 pub struct Ranks {
     pub rank: usize,
     pub count: usize,
-    /// Every rank has all of attention, weights and cache: a layer has one sum over ranks instead of two. For machines whose sums take long (gpu/links.rs).
+    /// Every rank has all of attention, weights and cache: a layer has one sum over ranks instead of two. For machines
+    /// whose sums take long (gpu/links.rs).
     pub whole_attention: bool,
-    /// The layer of an EAGLE-3 drafter is divided as the target's are, where `Drafter::divides`: two sums a draft. Otherwise, and the rest of it, it is whole on every rank.
+    /// The layer of an EAGLE-3 drafter is divided as the target's are, where `Drafter::divides`: two sums a draft.
+    /// Otherwise, and the rest of it, it is whole on every rank.
     pub split_drafter: bool,
 }
 
@@ -181,8 +186,8 @@ impl Linear {
     }
 }
 
-/// Grouped-query attention with everything around the cache: per-head q/k norm if there are weights, rope, the new rows' K and V written
-/// at position length + row, softmax over positions <= length + row.
+/// Grouped-query attention with everything around the cache: per-head q/k norm if there are weights, rope, the new
+/// rows' K and V written at position length + row, softmax over positions <= length + row.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Attention {
     pub owner: Owner,
@@ -198,8 +203,9 @@ pub struct Attention {
     pub head_dim: usize,
 }
 
-/// Latent attention in its absorbed form: a query is taken into the space of the latent, so that the cache row of a position (latent and
-/// rotated key) is the key of all heads, and its latent is their value. Three steps share this description.
+/// Latent attention in its absorbed form: a query is taken into the space of the latent, so that the cache row of a
+/// position (latent and rotated key) is the key of all heads, and its latent is their value. Three steps share this
+/// description.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LatentAttention {
     pub owner: Owner,
@@ -233,8 +239,9 @@ pub struct Router {
     pub routing: Routing,
 }
 
-/// The experts of each row and the shared one, as two steps: up to the activations, and down into the residual stream. A row adds its
-/// experts in ascending order, the shared one last, so that its bits do not depend on which other rows use them.
+/// The experts of each row and the shared one, as two steps: up to the activations, and down into the residual stream.
+/// A row adds its experts in ascending order, the shared one last, so that its bits do not depend on which other rows
+/// use them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Mixture {
     pub input: Input,
@@ -270,7 +277,8 @@ impl Mixture {
         let e = self.n_experts as f64;
         let distinct = e * (1.0 - (1.0 - self.top_k as f64 / e).powi(rows as i32));
         let experts = distinct * self.format.bytes(n, k, storage.weight) as f64;
-        experts.round() as u64 + self.shared.as_ref().map_or(0, |s| s.format.bytes(shared[0], shared[1], storage.weight))
+        experts.round() as u64
+            + self.shared.as_ref().map_or(0, |s| s.format.bytes(shared[0], shared[1], storage.weight))
     }
 
     /// Columns of the shared expert, 0 without one.
@@ -290,7 +298,8 @@ pub enum Step {
     },
     Linear(Linear),
     Attention(Attention),
-    /// The new rows of the cache, normalised and rotated; absorbed = each head's query in the space of the latent, then rotated.
+    /// The new rows of the cache, normalised and rotated; absorbed = each head's query in the space of the latent, then
+    /// rotated.
     LatentQuery(LatentAttention),
     /// attended = softmax(scale * absorbed x cache rows) x latents
     LatentAttend(LatentAttention),
@@ -301,7 +310,8 @@ pub enum Step {
     ExpertsUp(Mixture),
     /// The epilogue's end of: sum of weight * down(act) over the experts of a row
     ExpertsDown(Mixture),
-    /// x += sum of `partial` over ranks in rank order (+ bias), f32, rounded once; optionally tapped. All ranks then hold the same x.
+    /// x += sum of `partial` over ranks in rank order (+ bias), f32, rounded once; optionally tapped. All ranks then
+    /// hold the same x.
     AllReduce {
         partial: BufferId,
         x: BufferId,
@@ -309,8 +319,8 @@ pub enum Step {
         bias: Option<WeightId>,
         tap: Option<Tap>,
     },
-    /// Columns `column .. column + dim` of out = RMSNorm(the same columns of x) * weight. Only drafters need it on its own
-    /// (`fc_norm`, `norm_before_residual`, `norm_output`).
+    /// Columns `column .. column + dim` of out = RMSNorm(the same columns of x) * weight. Only drafters need it on its
+    /// own (`fc_norm`, `norm_before_residual`, `norm_output`).
     Norm {
         x: BufferId,
         column: usize,
@@ -318,8 +328,9 @@ pub enum Step {
         out: BufferId,
         dim: usize,
     },
-    /// Every row sampled, drafts accepted while they equal the sample, end conditions tested, length and history advanced.
-    /// Column i of `logits` is token `first_id + i`; all ranks together have `vocab` tokens and choose the same.
+    /// Every row sampled, drafts accepted while they equal the sample, end conditions tested, length and history
+    /// advanced. Column i of `logits` is token `first_id + i`; all ranks together have `vocab` tokens and choose the
+    /// same.
     Accept {
         logits: BufferId,
         vocab: usize,
@@ -367,7 +378,8 @@ impl Storage {
 }
 
 impl Step {
-    /// Bytes that must be read from memory for one execution: weights once, and the KV rows of `position` earlier tokens once.
+    /// Bytes that must be read from memory for one execution: weights once, and the KV rows of `position` earlier
+    /// tokens once.
     pub fn bytes(&self, rows: usize, position: usize, storage: Storage) -> u64 {
         match self {
             Step::Embed { dim, tokens, .. } => {
@@ -388,7 +400,11 @@ impl Step {
                 let rows = if m.one_row { 1 } else { rows };
                 m.bytes(rows, m.n, m.expert_dim, [m.n, m.shared_dim()], storage)
             }
-            Step::AllReduce { .. } | Step::Norm { .. } | Step::Select { .. } | Step::Accept { .. } | Step::DraftToken { .. } => 0,
+            Step::AllReduce { .. }
+            | Step::Norm { .. }
+            | Step::Select { .. }
+            | Step::Accept { .. }
+            | Step::DraftToken { .. } => 0,
         }
     }
 
@@ -412,9 +428,13 @@ impl Step {
             Step::Embed { .. } => "embed".into(),
             Step::Linear(l) => l.weight.to_string(),
             Step::Attention(a) => format!("layers.{}.attention", a.layer),
-            Step::LatentQuery(a) | Step::LatentAttend(a) | Step::LatentValue(a) => format!("layers.{}.{}", a.layer, self.kind()),
+            Step::LatentQuery(a) | Step::LatentAttend(a) | Step::LatentValue(a) => {
+                format!("layers.{}.{}", a.layer, self.kind())
+            }
             Step::Router(r) => r.weight.to_string(),
-            Step::ExpertsUp(m) | Step::ExpertsDown(m) => format!("layers.{}.{}", m.gate_up.layer.unwrap_or(0), self.kind()),
+            Step::ExpertsUp(m) | Step::ExpertsDown(m) => {
+                format!("layers.{}.{}", m.gate_up.layer.unwrap_or(0), self.kind())
+            }
             Step::AllReduce { .. } => "all_reduce".into(),
             Step::Norm { weight, .. } => weight.to_string(),
             Step::Select { .. } => "select".into(),
@@ -442,8 +462,9 @@ impl Plan {
         &self.buffers[id.0]
     }
 
-    /// The work of this rank by itself, as a group of one: for measurements, since its sums lack the others' shares. With `sums` the steps that add up over
-    /// ranks stay; without, what would be added goes into the residual stream at once.
+    /// The work of this rank by itself, as a group of one: for measurements, since its sums lack the others' shares.
+    /// With `sums` the steps that add up over ranks stay; without, what would be added goes into the residual stream at
+    /// once.
     pub fn alone(mut self, sums: bool) -> Plan {
         self.ranks = Ranks::ONE;
         if sums {
@@ -502,7 +523,9 @@ impl Shard {
         let (n_heads, n_kv_heads) = (config.n_heads, config.n_kv_heads);
         let (n_heads, n_kv_heads) = match ranks.whole_attention {
             true => (n_heads, n_kv_heads),
-            false if n > n_kv_heads && n % n_kv_heads != 0 => bail!("{n_kv_heads} KV heads cannot be shared evenly by {n} ranks"),
+            false if n > n_kv_heads && n % n_kv_heads != 0 => {
+                bail!("{n_kv_heads} KV heads cannot be shared evenly by {n} ranks")
+            }
             false if n > n_kv_heads => (even("num_attention_heads", n_heads)?, 1),
             false => (even("num_attention_heads", n_heads)?, even("num_key_value_heads", n_kv_heads)?),
         };
@@ -547,9 +570,21 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
         Some(Tap { out: features?, column: i * config.hidden })
     };
 
-    p.steps.push(Step::Embed { table: WeightId::new(Role::Embed, None), tokens: Tokens::Pass, out: x, dim: config.hidden });
+    p.steps.push(Step::Embed {
+        table: WeightId::new(Role::Embed, None),
+        tokens: Tokens::Pass,
+        out: x,
+        dim: config.hidden,
+    });
     for layer in 0..config.n_layers {
-        let place = Place { owner: Owner::Target, cache_layer: layer, tokens: Tokens::Pass, x, tap: tap_at(layer + 1), partial };
+        let place = Place {
+            owner: Owner::Target,
+            cache_layer: layer,
+            tokens: Tokens::Pass,
+            x,
+            tap: tap_at(layer + 1),
+            partial,
+        };
         p.decoder_layer(config, shard, layer, &buffers, place);
     }
     if let Pass::Verify { .. } = pass {
@@ -570,14 +605,17 @@ pub fn target(config: &Config, pass: Pass, ranks: Ranks, taps: &[usize]) -> Resu
 
 fn kv_layout(config: &Config, shard: Shard, n_layers: usize) -> KvLayout {
     match config.latent {
-        None => KvLayout { n_layers, n_kv_heads: shard.n_kv_heads, head_dim: config.head_dim, value_dim: config.head_dim },
+        None => {
+            KvLayout { n_layers, n_kv_heads: shard.n_kv_heads, head_dim: config.head_dim, value_dim: config.head_dim }
+        }
         Some(latent) => KvLayout { n_layers, n_kv_heads: 1, head_dim: latent.row_dim(), value_dim: 0 },
     }
 }
 
 /// Names of a decoder layer's buffers, in the order of `LayerBuffers`.
 type BufferNames = [&'static str; 9];
-const TARGET_BUFFERS: BufferNames = ["qkv", "latents", "q", "absorbed", "latent_attended", "attended", "act", "routes", "expert_act"];
+const TARGET_BUFFERS: BufferNames =
+    ["qkv", "latents", "q", "absorbed", "latent_attended", "attended", "act", "routes", "expert_act"];
 
 #[rustfmt::skip]
 const DRAFT_BUFFERS: BufferNames = [
@@ -613,7 +651,8 @@ struct Place {
     partial: Option<BufferId>,
 }
 
-/// The shape of an EAGLE-3 drafter and the flags that change its arithmetic (eagle3 checkpoint formats; all numbers of its own config).
+/// The shape of an EAGLE-3 drafter and the flags that change its arithmetic (eagle3 checkpoint formats; all numbers of
+/// its own config).
 #[derive(Clone, Debug, PartialEq)]
 pub struct Drafter {
     pub hidden: usize,
@@ -638,7 +677,8 @@ pub struct Drafter {
     pub norm_output: bool,
     /// Latent attention and the scale of its scores; None is grouped-query attention.
     pub latent: Option<(Latent, f32)>,
-    /// No EAGLE-3 drafter but the layer for multi-token prediction of this model, the target: what is about EAGLE-3 above does not count.
+    /// No EAGLE-3 drafter but the layer for multi-token prediction of this model, the target: what is about EAGLE-3
+    /// above does not count.
     pub mtp: Option<Box<Config>>,
 }
 
@@ -661,13 +701,16 @@ impl Drafter {
 
 /// The drafter's plan for `DraftPrefill` and `Draft`.
 ///
-/// Row i pairs the token after target row i with target row i's features. `Draft` first runs `width` such rows (draft-extend: rows behind
-/// the last accepted one are padding), picks the last true row, and continues from it one row at a time with its own hidden state. Several ranks
-/// divide its layer; all have all of the head and choose the same drafts.
+/// Row i pairs the token after target row i with target row i's features. `Draft` first runs `width` such rows
+/// (draft-extend: rows behind the last accepted one are padding), picks the last true row, and continues from it one
+/// row at a time with its own hidden state. Several ranks divide its layer; all have all of the head and choose the
+/// same drafts.
 pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
     let (rows, drafts) = match pass {
         Pass::DraftPrefill { rows } => (rows, 0),
-        Pass::Draft { width, drafts } if (1..=MAX_WIDTH).contains(&width) && (1..MAX_WIDTH).contains(&drafts) => (width, drafts),
+        Pass::Draft { width, drafts } if (1..=MAX_WIDTH).contains(&width) && (1..MAX_WIDTH).contains(&drafts) => {
+            (width, drafts)
+        }
         other => bail!("{other:?} is not a pass of a drafter"),
     };
     if ranks.count > 1 && !(ranks.split_drafter && d.divides(ranks.count)) {
@@ -728,14 +771,20 @@ pub fn drafter(d: &Drafter, pass: Pass, ranks: Ranks) -> Result<Plan> {
         }
     }
     let kv = match d.latent {
-        None => KvLayout { n_layers: 1, n_kv_heads: d.n_kv_heads.div_ceil(ranks.count), head_dim: d.head_dim, value_dim: d.head_dim },
+        None => KvLayout {
+            n_layers: 1,
+            n_kv_heads: d.n_kv_heads.div_ceil(ranks.count),
+            head_dim: d.head_dim,
+            value_dim: d.head_dim,
+        },
         Some((latent, _)) => KvLayout { n_layers: 1, n_kv_heads: 1, head_dim: latent.row_dim(), value_dim: 0 },
     };
     Ok(Plan { pass, ranks, buffers: p.buffers, kv, steps: p.steps, norm_eps: d.norm_eps })
 }
 
-/// A model's own layer for multi-token prediction (DeepSeek-V3, arXiv 2412.19437), as a drafter. Row i joins the token after target row i
-/// with the target's last hidden state there, normalised as for its head. The layer's output, normalised, is what the next draft starts from. `vocab` ids are drafted.
+/// A model's own layer for multi-token prediction (DeepSeek-V3, arXiv 2412.19437), as a drafter. Row i joins the token
+/// after target row i with the target's last hidden state there, normalised as for its head. The layer's output,
+/// normalised, is what the next draft starts from. `vocab` ids are drafted.
 fn mtp(config: &Config, vocab: usize, pass: Pass, rows: usize, drafts: usize) -> Result<Plan> {
     let layer = config.n_layers;
     let id = |role| WeightId::new(role, Some(layer));
@@ -743,7 +792,8 @@ fn mtp(config: &Config, vocab: usize, pass: Pass, rows: usize, drafts: usize) ->
     let (shard, dim) = (Shard::of(config, Ranks::ONE)?, config.hidden);
     let mut p = Builder::new(rows);
     let features = p.buffer("features", dim, BufferKind::Feature);
-    // One pair of (embedding of `tokens`, hidden state) a row through the layer; the one-row steps have buffers of their own.
+    // One pair of (embedding of `tokens`, hidden state) a row through the layer; the one-row steps have buffers of
+    // their own.
     let through_layer = |p: &mut Builder, tokens: Tokens, hidden: BufferId| {
         let one = matches!(tokens, Tokens::Draft(_));
         let name = |many, single| if one { single } else { many };
@@ -836,7 +886,10 @@ impl Builder {
             attended: activation(attended, n_heads * config.latent.map_or(config.head_dim, |l| l.v_dim)),
             act: (shard.ffn_dim > 0).then(|| activation(act, shard.ffn_dim)),
             routes: None,
-            expert_act: config.experts.as_ref().map(|e| activation(expert_act, e.routing.top_k * shard.expert_dim + shard.shared_dim)),
+            expert_act: config
+                .experts
+                .as_ref()
+                .map(|e| activation(expert_act, e.routing.top_k * shard.expert_dim + shard.shared_dim)),
         };
         buffers.routes = config.experts.as_ref().map(|e| self.buffer(routes, 2 * e.routing.top_k, BufferKind::Routes));
         buffers
@@ -854,12 +907,25 @@ impl Builder {
         let attended_dim = self.buffers[buffers.attended.0].dim;
         if let Some(latent) = config.latent {
             let [latents, q, absorbed, attended] =
-                [buffers.latents, buffers.q, buffers.absorbed, buffers.latent_attended].map(|b| b.expect("a latent has these"));
+                [buffers.latents, buffers.q, buffers.absorbed, buffers.latent_attended]
+                    .map(|b| b.expect("a latent has these"));
             let n = latent.q_rank + latent.row_dim();
             let epilogue = Epilogue::Store { out: latents };
-            self.steps.push(Step::Linear(linear(Role::QkvA, None, normed(x, Role::AttnNorm, config.hidden), n, epilogue)));
+            self.steps.push(Step::Linear(linear(
+                Role::QkvA,
+                None,
+                normed(x, Role::AttnNorm, config.hidden),
+                n,
+                epilogue,
+            )));
             let inputs = normed(latents, Role::QANorm, latent.q_rank);
-            self.steps.push(Step::Linear(linear(Role::QB, None, inputs, shard.n_heads * config.head_dim, Epilogue::Store { out: q })));
+            self.steps.push(Step::Linear(linear(
+                Role::QB,
+                None,
+                inputs,
+                shard.n_heads * config.head_dim,
+                Epilogue::Store { out: q },
+            )));
             let attention = LatentAttention {
                 owner,
                 layer: cache_layer,
@@ -884,7 +950,13 @@ impl Builder {
             let n = (shard.n_heads + 2 * shard.n_kv_heads) * config.head_dim;
             let bias = config.qkv_bias.then_some(Role::QkvBias);
             let epilogue = Epilogue::Store { out: qkv };
-            self.steps.push(Step::Linear(linear(Role::Qkv, bias, normed(x, Role::AttnNorm, config.hidden), n, epilogue)));
+            self.steps.push(Step::Linear(linear(
+                Role::Qkv,
+                bias,
+                normed(x, Role::AttnNorm, config.hidden),
+                n,
+                epilogue,
+            )));
             self.steps.push(Step::Attention(Attention {
                 owner,
                 layer: cache_layer,
@@ -909,7 +981,13 @@ impl Builder {
             let bias = |role| config.mlp_bias.then_some(role);
             let inputs = normed(x, Role::FfnNorm, config.hidden);
             let epilogue = Epilogue::SiluMul { out: act };
-            self.steps.push(Step::Linear(linear(Role::GateUp, bias(Role::GateUpBias), inputs, 2 * shard.ffn_dim, epilogue)));
+            self.steps.push(Step::Linear(linear(
+                Role::GateUp,
+                bias(Role::GateUpBias),
+                inputs,
+                2 * shard.ffn_dim,
+                epilogue,
+            )));
             let inputs = vec![Input { x: act, dim: shard.ffn_dim, norm: None }];
             let down = linear(Role::Down, bias(Role::DownBias), inputs, config.hidden, Epilogue::Residual { x, tap });
             return self.residual(down, partial);
@@ -951,22 +1029,27 @@ impl Builder {
         }
     }
 
-    /// The drafter's one layer over the pairs (embedding of `tokens`, `feature`); the buffer that holds its output, before any norm.
+    /// The drafter's one layer over the pairs (embedding of `tokens`, `feature`); the buffer that holds its output,
+    /// before any norm.
     fn drafter_layer(&mut self, d: &Drafter, ranks: Ranks, tokens: Tokens, feature: BufferId) -> BufferId {
         // The one-row steps have buffers of their own: rows of a buffer are fixed in a plan.
         let one = matches!(tokens, Tokens::Draft(_));
         let name = |many: &'static str, single: &'static str| if one { single } else { many };
         let id = |role| WeightId::new(role, None);
-        let (n_heads, n_kv_heads, ffn_dim) = (d.n_heads / ranks.count, d.n_kv_heads.div_ceil(ranks.count), d.ffn_dim / ranks.count);
+        let (n_heads, n_kv_heads, ffn_dim) =
+            (d.n_heads / ranks.count, d.n_kv_heads.div_ceil(ranks.count), d.ffn_dim / ranks.count);
         let (qkv_name, qkv_dim, attended_dim) = match d.latent {
             None => (name("draft_qkv", "step_qkv"), (n_heads + 2 * n_kv_heads) * d.head_dim, n_heads * d.head_dim),
-            Some((latent, _)) => (name("draft_latents", "step_latents"), latent.q_rank + latent.row_dim(), d.n_heads * latent.v_dim),
+            Some((latent, _)) => {
+                (name("draft_latents", "step_latents"), latent.q_rank + latent.row_dim(), d.n_heads * latent.v_dim)
+            }
         };
         let e = self.buffer(name("draft_embedding", "step_embedding"), d.hidden, BufferKind::Stream);
         let qkv = self.buffer(qkv_name, qkv_dim, BufferKind::Activation);
         let attended = self.buffer(name("draft_attended", "step_attended"), attended_dim, BufferKind::Activation);
         let act = self.buffer(name("draft_act", "step_act"), ffn_dim, BufferKind::Activation);
-        let partial = (ranks.count > 1).then(|| self.buffer(name("draft_partial", "step_partial"), d.hidden, BufferKind::Activation));
+        let partial = (ranks.count > 1)
+            .then(|| self.buffer(name("draft_partial", "step_partial"), d.hidden, BufferKind::Activation));
         self.steps.push(Step::Embed { table: id(Role::DraftEmbed), tokens, out: e, dim: d.hidden });
         self.steps.push(Step::Linear(Linear {
             weight: id(if d.latent.is_some() { Role::DraftQkvA } else { Role::DraftQkv }),
@@ -1009,7 +1092,14 @@ impl Builder {
         let residual = || Epilogue::Residual { x, tap: None };
         self.residual(linear(Role::DraftO, attended, attended_dim, None, d.hidden, residual()), partial);
         let ffn_norm = Some(id(Role::DraftFfnNorm));
-        self.steps.push(Step::Linear(linear(Role::DraftGateUp, x, d.hidden, ffn_norm, 2 * ffn_dim, Epilogue::SiluMul { out: act })));
+        self.steps.push(Step::Linear(linear(
+            Role::DraftGateUp,
+            x,
+            d.hidden,
+            ffn_norm,
+            2 * ffn_dim,
+            Epilogue::SiluMul { out: act },
+        )));
         self.residual(linear(Role::DraftDown, act, ffn_dim, None, d.hidden, residual()), partial);
         x
     }
@@ -1110,7 +1200,14 @@ impl fmt::Display for Plan {
                 ),
                 Step::LatentQuery(a) => {
                     let k = a.dims.nope_dim;
-                    format!("{} heads [{k}, {}] x {}: {} -> {}", a.n_heads, a.dims.kv_rank, name(a.latents), name(a.q), name(a.absorbed))
+                    format!(
+                        "{} heads [{k}, {}] x {}: {} -> {}",
+                        a.n_heads,
+                        a.dims.kv_rank,
+                        name(a.latents),
+                        name(a.q),
+                        name(a.absorbed)
+                    )
                 }
                 Step::LatentAttend(a) => format!(
                     "{} heads, one latent of {} + {}: {} -> {}",
@@ -1121,7 +1218,14 @@ impl fmt::Display for Plan {
                     name(a.attended)
                 ),
                 Step::LatentValue(a) => {
-                    format!("{} heads [{}, {}] x {} -> {}", a.n_heads, a.dims.v_dim, a.dims.kv_rank, name(a.attended), name(a.out))
+                    format!(
+                        "{} heads [{}, {}] x {} -> {}",
+                        a.n_heads,
+                        a.dims.v_dim,
+                        a.dims.kv_rank,
+                        name(a.attended),
+                        name(a.out)
+                    )
                 }
                 Step::Router(r) => {
                     let norm = r.input.norm.map_or(String::new(), |norm| format!(", {norm}"));
@@ -1134,27 +1238,54 @@ impl fmt::Display for Plan {
                     )
                 }
                 Step::ExpertsUp(m) => {
-                    let shared =
-                        if m.shared.is_some() { format!(" and a shared [{}, {}]", 2 * m.shared_dim(), m.input.dim) } else { String::new() };
-                    let sizes = format!("{} of {} x [{}, {}] {}", m.top_k, m.n_experts, 2 * m.expert_dim, m.input.dim, m.format);
+                    let shared = if m.shared.is_some() {
+                        format!(" and a shared [{}, {}]", 2 * m.shared_dim(), m.input.dim)
+                    } else {
+                        String::new()
+                    };
+                    let sizes = format!(
+                        "{} of {} x [{}, {}] {}",
+                        m.top_k,
+                        m.n_experts,
+                        2 * m.expert_dim,
+                        m.input.dim,
+                        m.format
+                    );
                     format!("{sizes}{shared} x norm({}): silu*up -> {}", name(m.input.x), name(m.act))
                 }
                 Step::ExpertsDown(m) => {
-                    let shared = if m.shared.is_some() { format!(" and a shared [{}, {}]", m.n, m.shared_dim()) } else { String::new() };
+                    let shared = if m.shared.is_some() {
+                        format!(" and a shared [{}, {}]", m.n, m.shared_dim())
+                    } else {
+                        String::new()
+                    };
                     let end = match &m.epilogue {
                         Epilogue::Residual { x, tap } => format!("+-> {}{}", name(*x), shown_tap(tap)),
-                        Epilogue::Partial { out } | Epilogue::Store { out } | Epilogue::SiluMul { out } | Epilogue::Logits { out } => {
+                        Epilogue::Partial { out }
+                        | Epilogue::Store { out }
+                        | Epilogue::SiluMul { out }
+                        | Epilogue::Logits { out } => {
                             format!("-> {}", name(*out))
                         }
                     };
-                    format!("{} of {} x [{}, {}] {}{shared} x {} {end}", m.top_k, m.n_experts, m.n, m.expert_dim, m.format, name(m.act))
+                    format!(
+                        "{} of {} x [{}, {}] {}{shared} x {} {end}",
+                        m.top_k,
+                        m.n_experts,
+                        m.n,
+                        m.expert_dim,
+                        m.format,
+                        name(m.act)
+                    )
                 }
                 Step::AllReduce { partial, x, bias, tap, .. } => {
                     let bias = if bias.is_some() { " + bias" } else { "" };
                     format!("{}{bias} +-> {}{}", name(*partial), name(*x), shown_tap(tap))
                 }
                 Step::Norm { x, out, .. } | Step::Select { x, out, .. } => format!("{} -> {}", name(*x), name(*out)),
-                Step::Accept { logits, vocab, .. } | Step::DraftToken { logits, vocab, .. } => format!("{} of {vocab}", name(*logits)),
+                Step::Accept { logits, vocab, .. } | Step::DraftToken { logits, vocab, .. } => {
+                    format!("{} of {vocab}", name(*logits))
+                }
             };
             writeln!(f, "  {:24} {what}  {} B", step.name(), step.bytes(self.rows(), 0, storage))?;
         }

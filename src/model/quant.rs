@@ -1,6 +1,7 @@
-//! Quantised checkpoints: quantization_config of config.json, strictly, and how a matrix of numbers and scales is laid out.
-//! Which matrices are quantised is decided here, from the config alone, so that a plan knows it without a checkpoint; weights.rs then
-//! refuses tensors that are stored in another way. The arithmetic of a stored number is in cpu/dot.rs and the kernels.
+//! Quantised checkpoints: quantization_config of config.json, strictly, and how a matrix of numbers and scales is laid
+//! out. Which matrices are quantised is decided here, from the config alone, so that a plan knows it without a
+//! checkpoint; weights.rs then refuses tensors that are stored in another way. The arithmetic of a stored number is in
+//! cpu/dot.rs and the kernels.
 use super::config::Keys;
 use super::weights::{Role, Weights};
 use anyhow::{bail, ensure, Context, Result};
@@ -48,8 +49,8 @@ impl Format {
         }
     }
 
-    /// Bytes of a matrix of `rows` x `cols`, scales included: two bytes each beside INT4, four beside FP8. `plain` is the size of an
-    /// unquantised number.
+    /// Bytes of a matrix of `rows` x `cols`, scales included: two bytes each beside INT4, four beside FP8. `plain` is
+    /// the size of an unquantised number.
     pub fn bytes(&self, rows: usize, cols: usize, plain: usize) -> u64 {
         let scales = |block: &Block| block.scales(rows, cols).iter().product::<usize>();
         let bytes = match self {
@@ -61,7 +62,8 @@ impl Format {
     }
 }
 
-/// The value of each e4m3 code: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity, NaN where all bits are set.
+/// The value of each e4m3 code: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity, NaN where all bits
+/// are set.
 pub const E4M3: [f32; 256] = {
     let mut values = [0.0; 256];
     let mut code = 0;
@@ -120,7 +122,11 @@ const KINDS: [(Kind, &[&str]); 5] = [
     (Kind::Dense, &["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"]),
     (
         Kind::Experts,
-        &["model.layers.1.mlp.experts.0.gate_proj", "model.layers.1.mlp.experts.0.up_proj", "model.layers.1.mlp.experts.0.down_proj"],
+        &[
+            "model.layers.1.mlp.experts.0.gate_proj",
+            "model.layers.1.mlp.experts.0.up_proj",
+            "model.layers.1.mlp.experts.0.down_proj",
+        ],
     ),
     (
         Kind::Shared,
@@ -135,7 +141,9 @@ const KINDS: [(Kind, &[&str]); 5] = [
 
 impl Quant {
     pub fn parse(value: Value) -> Result<Quant> {
-        let Value::Object(map) = value else { bail!("config.json: quantization_config: expected an object, found {value}") };
+        let Value::Object(map) = value else {
+            bail!("config.json: quantization_config: expected an object, found {value}")
+        };
         let mut keys = Keys { map, path: "config.json: quantization_config.".into() };
         let method = keys.take("quant_method");
         let quant = match method.as_ref().and_then(Value::as_str) {
@@ -150,7 +158,8 @@ impl Quant {
         Ok(quant)
     }
 
-    /// How a matrix of this role is stored. Embeddings, routers and what joins a drafter's inputs are plain in every checkpoint.
+    /// How a matrix of this role is stored. Embeddings, routers and what joins a drafter's inputs are plain in every
+    /// checkpoint.
     pub fn format(&self, role: Role) -> Format {
         let kind = match role {
             Role::Qkv | Role::QkvA | Role::QB | Role::KvB | Role::O => Kind::Attention,
@@ -176,7 +185,8 @@ fn parse_fp8(keys: &mut Keys) -> Result<Quant> {
     only(keys, "scale_fmt", "ue8m0", true)?;
     let size = keys.take("weight_block_size");
     let sizes: Option<[usize; 2]> = size.clone().and_then(|size| serde_json::from_value(size).ok());
-    let Some([rows, cols]) = sizes.filter(|[rows, cols]| (1..=1 << 16).contains(rows) && (1..=1 << 16).contains(cols)) else {
+    let Some([rows, cols]) = sizes.filter(|[rows, cols]| (1..=1 << 16).contains(rows) && (1..=1 << 16).contains(cols))
+    else {
         let found = size.unwrap_or_default();
         bail!("{}weight_block_size: expected rows and columns of a block such as [128, 128], found {found}", keys.path);
     };
@@ -207,14 +217,16 @@ fn parse_compressed(keys: &mut Keys) -> Result<Quant> {
     if let Some(targets) = group.take("targets").filter(|targets| *targets != serde_json::json!(["Linear"])) {
         bail!("{}targets: expected [\"Linear\"], found {targets}: not supported", group.path);
     }
-    // Rounding of activations is not done here: the products are the more exact for it. Scales stored for it would be tensors that nobody claims.
+    // Rounding of activations is not done here: the products are the more exact for it. Scales stored for it would be
+    // tensors that nobody claims.
     group.take("input_activations");
     group.take("format");
     if let Some(value) = group.take("output_activations") {
         bail!("{}output_activations: expected null, found {value}: not supported", group.path);
     }
-    let weights =
-        group.take("weights").with_context(|| format!("{}weights: expected how weights are quantised, found none", group.path))?;
+    let weights = group
+        .take("weights")
+        .with_context(|| format!("{}weights: expected how weights are quantised, found none", group.path))?;
     let mut weights = object(&group.path, "weights.", weights)?;
     let format = match format.as_ref().and_then(Value::as_str) {
         Some("pack-quantized") => {
@@ -235,15 +247,23 @@ fn parse_compressed(keys: &mut Keys) -> Result<Quant> {
                     let [rows, cols]: [usize; 2] = serde_json::from_value(sizes.clone())
                         .ok()
                         .filter(|sizes: &[usize; 2]| sizes.iter().all(|size| (1..=1 << 16).contains(size)))
-                        .with_context(|| format!("{}block_structure: expected rows and columns, found {sizes}", weights.path))?;
+                        .with_context(|| {
+                            format!("{}block_structure: expected rows and columns, found {sizes}", weights.path)
+                        })?;
                     Format::Fp8(Block { rows, cols: Some(cols) })
                 }
-                _ => bail!("{}strategy: expected \"channel\" or \"block\", found {strategy}: not supported", weights.path),
+                _ => bail!(
+                    "{}strategy: expected \"channel\" or \"block\", found {strategy}: not supported",
+                    weights.path
+                ),
             }
         }
         _ => {
             let found = format.unwrap_or_default();
-            bail!("{}format: expected \"pack-quantized\" or \"float-quantized\", found {found}: not supported", keys.path)
+            bail!(
+                "{}format: expected \"pack-quantized\" or \"float-quantized\", found {found}: not supported",
+                keys.path
+            )
         }
     };
     weights.refuse_unread(|_, _| false)?;
@@ -291,9 +311,8 @@ fn object(path: &str, key: &str, value: Value) -> Result<Keys> {
 fn ignored(keys: &mut Keys, key: &str) -> Result<Vec<Kind>> {
     let names: Vec<String> = match keys.take(key) {
         None => return Ok(Vec::new()),
-        Some(value) => {
-            serde_json::from_value(value.clone()).with_context(|| format!("{}{key}: expected a list of names, found {value}", keys.path))?
-        }
+        Some(value) => serde_json::from_value(value.clone())
+            .with_context(|| format!("{}{key}: expected a list of names, found {value}", keys.path))?,
     };
     let mut patterns = Vec::new();
     for name in &names {
@@ -302,7 +321,9 @@ fn ignored(keys: &mut Keys, key: &str) -> Result<Vec<Kind>> {
             None => format!("(^|[.]){}($|[.])", regex::escape(name)),
         };
         let pattern = regex::Regex::new(&pattern);
-        patterns.push(pattern.map_err(|_| anyhow::anyhow!("{}{key}: expected a name or re: and a pattern, found {name:?}", keys.path))?);
+        patterns.push(pattern.map_err(|_| {
+            anyhow::anyhow!("{}{key}: expected a name or re: and a pattern, found {name:?}", keys.path)
+        })?);
     }
     let mut plain = Vec::new();
     for (kind, modules) in KINDS {
@@ -320,8 +341,8 @@ fn ignored(keys: &mut Keys, key: &str) -> Result<Vec<Kind>> {
     Ok(plain)
 }
 
-/// Every scale must be a finite number above zero: zero, infinity or NaN is a file that was not written to its end, or not by a quantiser.
-/// The tensors must be in memory.
+/// Every scale must be a finite number above zero: zero, infinity or NaN is a file that was not written to its end, or
+/// not by a quantiser. The tensors must be in memory.
 pub fn check_scales(weights: &Weights) -> Result<()> {
     for (_, weight) in weights.iter() {
         for scale in &weight.scales {
@@ -359,6 +380,9 @@ mod tests {
                 _ => assert_eq!(f64::from(*value), sign * expected, "code {code:#x}"),
             }
         }
-        assert_eq!([E4M3[0x7e], E4M3[0x01], E4M3[0x38], E4M3[0xb8], E4M3[0x08]], [448.0, 0.001953125, 1.0, -1.0, 0.015625]);
+        assert_eq!(
+            [E4M3[0x7e], E4M3[0x01], E4M3[0x38], E4M3[0xb8], E4M3[0x08]],
+            [448.0, 0.001953125, 1.0, -1.0, 0.015625]
+        );
     }
 }

@@ -1,5 +1,6 @@
-//! weights.toml and the claim: which tensors of a checkpoint are which weights, how they are joined, how ranks divide them.
-//! Everything is checked against the config before a byte is read. The format of the table is described at the top of weights.toml.
+//! weights.toml and the claim: which tensors of a checkpoint are which weights, how they are joined, how ranks divide
+//! them. Everything is checked against the config before a byte is read. The format of the table is described at the
+//! top of weights.toml.
 use super::checkpoint::{self, Checkpoint, Dtype, Tensor};
 use super::config::Config;
 use super::quant::{Block, Format};
@@ -28,7 +29,8 @@ pub enum Role {
     GateUpBias,
     Down,
     DownBias,
-    // Latent attention's: down to the latents of queries and keys, their norms, up to queries, and up to keys and values.
+    // Latent attention's: down to the latents of queries and keys, their norms, up to queries, and up to keys and
+    // values.
     QkvA,
     QANorm,
     KvANorm,
@@ -84,7 +86,8 @@ impl WeightId {
     }
 }
 
-/// The tensors of one weight, checked: parts[i] is [rows[i], cols], or [rows[i]] for vectors, stored as `format` says, all of one dtype.
+/// The tensors of one weight, checked: parts[i] is [rows[i], cols], or [rows[i]] for vectors, stored as `format` says,
+/// all of one dtype.
 #[derive(Clone)]
 pub struct Weight {
     /// With experts, the parts of expert 0, then those of expert 1, ...
@@ -97,8 +100,8 @@ pub struct Weight {
     pub cols: usize,
     /// 1 for weights that are no experts'.
     pub n_experts: usize,
-    /// Of each part, rows at the end of each unit that the checkpoint has in rotated pairs (2i, 2i + 1). Here they come evens first, so that
-    /// i is rotated with i + half: see `rope_order`.
+    /// Of each part, rows at the end of each unit that the checkpoint has in rotated pairs (2i, 2i + 1). Here they come
+    /// evens first, so that i is rotated with i + half: see `rope_order`.
     pub rope: Vec<usize>,
     pub fuse: Fuse,
     pub split: Split,
@@ -121,7 +124,8 @@ pub enum Fuse {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Split {
-    /// Rows in units of heads; parts with fewer heads than ranks (keys, values) are replicated, so that a rank has the head its queries use.
+    /// Rows in units of heads; parts with fewer heads than ranks (keys, values) are replicated, so that a rank has the
+    /// head its queries use.
     Heads,
     Rows,
     Columns,
@@ -138,7 +142,8 @@ pub struct Slice {
     pub cols: Range<usize>,
 }
 
-/// The tokens of one rank: an equal number for all but the last, and a multiple of 16, the rows of a tile of weights. None: a rank would have none.
+/// The tokens of one rank: an equal number for all but the last, and a multiple of 16, the rows of a tile of weights.
+/// None: a rank would have none.
 pub fn vocab_rows(vocab: usize, rank: usize, ranks: usize) -> Option<Range<usize>> {
     let share = if ranks > 1 { vocab.div_ceil(ranks).next_multiple_of(16) } else { vocab };
     (rank < ranks && (ranks - 1) * share < vocab).then(|| rank * share..vocab.min((rank + 1) * share))
@@ -242,13 +247,16 @@ impl Facts {
             "dense" => Ok(!has_experts),
             "experts" => Ok(has_experts),
             "shared_expert" => Ok(has_experts && flag.is_some_and(|(_, flag)| *flag)),
-            _ => flag.map(|(_, flag)| *flag).with_context(|| format!("{when}: expected a condition of a {}, found none", self.kind)),
+            _ => flag
+                .map(|(_, flag)| *flag)
+                .with_context(|| format!("{when}: expected a condition of a {}, found none", self.kind)),
         }
     }
 }
 
-/// Matches every tensor of the checkpoint with a row of the table. A tensor that nothing claims, a claimed one that is absent, a wrong shape or
-/// dtype: an error that lists up to five of them. Reads no tensor, but for a tied model that brings a head of its own: then both are compared.
+/// Matches every tensor of the checkpoint with a row of the table. A tensor that nothing claims, a claimed one that is
+/// absent, a wrong shape or dtype: an error that lists up to five of them. Reads no tensor, but for a tied model that
+/// brings a head of its own: then both are compared.
 pub fn claim(table: &Table, config: &Config, checkpoint: &Checkpoint) -> Result<Weights> {
     claim_as(table, &Facts::of(config), config.tied, config.n_layers..config.n_layers + config.n_mtp_layers, checkpoint)
 }
@@ -258,12 +266,14 @@ pub fn claim_drafter(table: &Table, facts: &Facts, checkpoint: &Checkpoint) -> R
     claim_as(table, facts, false, 0..0, checkpoint)
 }
 
-/// The layers behind the last one of `config`, which are made for drafting; the rest of the checkpoint is not looked at.
+/// The layers behind the last one of `config`, which are made for drafting; the rest of the checkpoint is not looked
+/// at.
 pub fn claim_mtp(table: &Table, config: &Config, checkpoint: &Checkpoint) -> Result<Weights> {
     let section = table.section(&config.arch)?;
     ensure!(!section.mtp.is_empty(), "{}: expected a family with layers for multi-token prediction", config.arch);
     let layers = config.n_layers..config.n_layers + config.n_mtp_layers;
-    let facts = Facts::of_layers(config, format!("layer {} for multi-token prediction", config.n_layers), layers.clone());
+    let facts =
+        Facts::of_layers(config, format!("layer {} for multi-token prediction", config.n_layers), layers.clone());
     let mut tensors = section.named(checkpoint)?;
     tensors.retain(|name, _| layers.clone().any(|layer| name.starts_with(&format!("model.layers.{layer}."))));
     let mut claim = Claim::new(&facts, checkpoint, tensors);
@@ -278,7 +288,13 @@ pub fn claim_mtp(table: &Table, config: &Config, checkpoint: &Checkpoint) -> Res
     Ok(Weights { map, notes: Vec::new() })
 }
 
-fn claim_as(table: &Table, facts: &Facts, tied: bool, mtp_layers: Range<usize>, checkpoint: &Checkpoint) -> Result<Weights> {
+fn claim_as(
+    table: &Table,
+    facts: &Facts,
+    tied: bool,
+    mtp_layers: Range<usize>,
+    checkpoint: &Checkpoint,
+) -> Result<Weights> {
     let section = table.section(&facts.arch)?;
     let mut claim = Claim::new(facts, checkpoint, section.named(checkpoint)?);
     let mut map = BTreeMap::new();
@@ -303,7 +319,8 @@ fn claim_as(table: &Table, facts: &Facts, tied: bool, mtp_layers: Range<usize>, 
 }
 
 impl Weights {
-    /// Panics when the model has no such weight: the plan asks for what the config promises, and `claim` has checked that.
+    /// Panics when the model has no such weight: the plan asks for what the config promises, and `claim` has checked
+    /// that.
     pub fn get(&self, id: WeightId) -> &Weight {
         self.find(id).unwrap_or_else(|| panic!("the plan asks for {id}, which the table of weights does not have"))
     }
@@ -332,10 +349,12 @@ impl Weights {
         checkpoint::load(self.map.values().flat_map(|weight| weight.parts.iter().chain(&weight.scales)), progress)
     }
 
-    /// For -v: the quantised matrices, how many scale tensors they have, and how they are stored. None where all are plain.
+    /// For -v: the quantised matrices, how many scale tensors they have, and how they are stored. None where all are
+    /// plain.
     pub fn quantised(&self) -> Option<String> {
         let quantised = || self.map.values().filter(|weight| weight.format != Format::Plain);
-        let (matrices, scales) = quantised().fold((0, 0), |(m, s), weight| (m + weight.parts.len(), s + weight.scales.len()));
+        let (matrices, scales) =
+            quantised().fold((0, 0), |(m, s), weight| (m + weight.parts.len(), s + weight.scales.len()));
         let format = quantised().next()?.format;
         Some(format!("{matrices} quantised matrices with {scales} tensors of scales, {format}"))
     }
@@ -351,13 +370,18 @@ impl Weight {
         self.rows.iter().sum()
     }
 
-    /// The slice of each part that `rank` of `ranks` holds. An uneven split is an error that lists the numbers of ranks, up to 8, that work.
+    /// The slice of each part that `rank` of `ranks` holds. An uneven split is an error that lists the numbers of
+    /// ranks, up to 8, that work.
     pub fn part_of_rank(&self, rank: usize, ranks: usize) -> Result<Vec<Slice>> {
         ensure!(rank < ranks, "{}: expected a rank below {ranks}, found {rank}", self.parts[0].name);
         self.slices(rank, ranks).with_context(|| {
             let works = |n: &usize| (0..*n).all(|rank| self.slices(rank, *n).is_some());
             let work: Vec<String> = (1..=8).filter(works).map(|n| n.to_string()).collect();
-            let whole = if self.format == Format::Plain { String::new() } else { format!(" and cuts no block ({})", self.format) };
+            let whole = if self.format == Format::Plain {
+                String::new()
+            } else {
+                format!(" and cuts no block ({})", self.format)
+            };
             format!(
                 "{}: expected a number of ranks that divides {}{whole}, {}, found {ranks}",
                 self.parts[0].name,
@@ -367,7 +391,8 @@ impl Weight {
         })
     }
 
-    /// The scales of a slice of a part, as rows and columns of its scale tensor. The slice must cut no block, as those of ranks do not.
+    /// The scales of a slice of a part, as rows and columns of its scale tensor. The slice must cut no block, as those
+    /// of ranks do not.
     pub fn scale_slice(&self, slice: &Slice) -> Slice {
         let block = self.format.block().expect("a quantised weight");
         let range = |of: &Range<usize>, size: usize| of.start / size..of.end.div_ceil(size);
@@ -398,8 +423,9 @@ impl Weight {
             Some(head * self.unit..(head + 1) * self.unit)
         };
         let most = self.rows.iter().max()?;
-        let whole =
-            |range: &Range<usize>, block: usize, len: usize| range.start % block == 0 && (range.end % block == 0 || range.end == len);
+        let whole = |range: &Range<usize>, block: usize, len: usize| {
+            range.start % block == 0 && (range.end % block == 0 || range.end == len)
+        };
         let slice = |rows: &usize| {
             let (all_rows, all_cols) = (0..*rows, 0..self.cols);
             let slice = match self.split {
@@ -407,11 +433,15 @@ impl Weight {
                 Split::Rows => Slice { rows: even(*rows)?, cols: all_cols },
                 Split::Vocab => Slice { rows: vocab_rows(*rows, rank, ranks)?, cols: all_cols },
                 Split::Columns => Slice { rows: all_rows, cols: even(self.cols)? },
-                Split::Heads if rows < most => Slice { rows: even(*rows).or_else(|| replicated(*rows))?, cols: all_cols },
+                Split::Heads if rows < most => {
+                    Slice { rows: even(*rows).or_else(|| replicated(*rows))?, cols: all_cols }
+                }
                 Split::Heads => Slice { rows: even(*rows)?, cols: all_cols },
             };
-            let cuts_none =
-                |block: Block| whole(&slice.rows, block.rows, *rows) && block.cols.is_none_or(|cols| whole(&slice.cols, cols, self.cols));
+            let cuts_none = |block: Block| {
+                whole(&slice.rows, block.rows, *rows)
+                    && block.cols.is_none_or(|cols| whole(&slice.cols, cols, self.cols))
+            };
             self.format.block().is_none_or(cuts_none).then_some(slice)
         };
         self.rows.iter().map(slice).collect()
@@ -569,7 +599,8 @@ impl Table {
 
     /// The table of `--weights FILE`.
     pub fn open(path: &Path) -> Result<Table> {
-        let text = std::fs::read_to_string(path).with_context(|| format!("{}: expected a table of weights", path.display()))?;
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("{}: expected a table of weights", path.display()))?;
         Table::parse(&text).with_context(|| path.display().to_string())
     }
 
@@ -597,7 +628,8 @@ impl Table {
                 ];
                 for (rules, files, per_layer) in tables {
                     for (name, file) in files {
-                        let (role, rule) = parse_rule(name, file, per_layer).with_context(|| format!("{arch}.{name}"))?;
+                        let (role, rule) =
+                            parse_rule(name, file, per_layer).with_context(|| format!("{arch}.{name}"))?;
                         rules.insert(role, rule);
                     }
                 }
@@ -687,7 +719,12 @@ fn parse_rule(name: &str, file: &RuleFile, per_layer: bool) -> Result<(Role, Rul
         bail!("expected a role of {}, found {name:?}", known.join(" "));
     };
     ensure!(!file.from.is_empty(), "from: expected at least one tensor, found none");
-    ensure!(file.rows.len() == file.from.len(), "rows: expected {}, one for each of from, found {}", file.from.len(), file.rows.len());
+    ensure!(
+        file.rows.len() == file.from.len(),
+        "rows: expected {}, one for each of from, found {}",
+        file.from.len(),
+        file.rows.len()
+    );
     // A second {} is the expert.
     let experts = per_layer && file.from.iter().all(|from| from.matches("{}").count() == 2);
     for from in &file.from {
@@ -842,16 +879,34 @@ impl<'a> Claim<'a> {
                     }
                     Format::Fp8(block) => {
                         let scale = self.scale_name(&name);
-                        weight.parts.extend(self.tensor(name, &[*rows, weight.cols], Kind::One(Dtype::F8E4M3), None, rule));
+                        weight.parts.extend(self.tensor(
+                            name,
+                            &[*rows, weight.cols],
+                            Kind::One(Dtype::F8E4M3),
+                            None,
+                            rule,
+                        ));
                         let like = weight.scales.first().cloned();
-                        weight.scales.extend(self.tensor(scale, &block.scales(*rows, weight.cols), Kind::Floats, like, rule));
+                        weight.scales.extend(self.tensor(
+                            scale,
+                            &block.scales(*rows, weight.cols),
+                            Kind::Floats,
+                            like,
+                            rule,
+                        ));
                     }
                     Format::Int4(block) => {
                         let module = name.strip_suffix("weight").unwrap_or(&name).to_string();
                         // The shape is known.
                         self.claimed.insert(format!("{module}weight_shape"));
                         let words = [*rows, weight.cols.div_ceil(8)];
-                        weight.parts.extend(self.tensor(format!("{module}weight_packed"), &words, Kind::One(Dtype::I32), None, rule));
+                        weight.parts.extend(self.tensor(
+                            format!("{module}weight_packed"),
+                            &words,
+                            Kind::One(Dtype::I32),
+                            None,
+                            rule,
+                        ));
                         let like = weight.scales.first().cloned();
                         let scales = block.scales(*rows, weight.cols);
                         weight.scales.extend(self.tensor(self.scale_name(&name), &scales, Kind::Floats, like, rule));
@@ -859,7 +914,8 @@ impl<'a> Claim<'a> {
                 }
             }
         }
-        let complete = weight.parts.len() == weight.rows.len() && (format == Format::Plain || weight.scales.len() == weight.rows.len());
+        let complete = weight.parts.len() == weight.rows.len()
+            && (format == Format::Plain || weight.scales.len() == weight.rows.len());
         Ok(complete.then_some(weight))
     }
 
@@ -867,8 +923,16 @@ impl<'a> Claim<'a> {
         format!("{}{}", name.strip_suffix("weight").unwrap_or(name), self.facts.scale_name)
     }
 
-    /// Claims a tensor, which must be there with this shape and type, that of `like` if it is given; a problem is noted otherwise.
-    fn tensor(&mut self, name: String, shape: &[usize], kind: Kind, like: Option<Tensor>, rule: &Rule) -> Option<Tensor> {
+    /// Claims a tensor, which must be there with this shape and type, that of `like` if it is given; a problem is noted
+    /// otherwise.
+    fn tensor(
+        &mut self,
+        name: String,
+        shape: &[usize],
+        kind: Kind,
+        like: Option<Tensor>,
+        rule: &Rule,
+    ) -> Option<Tensor> {
         let found = self.tensors.get(&name).cloned();
         let taken = match found {
             None => {
@@ -881,7 +945,9 @@ impl<'a> Claim<'a> {
             }
             Some(found) => match like.filter(|first| first.dtype != found.dtype) {
                 Some(first) => {
-                    self.problem(|| format!("{name}: expected {} as {}, found {found} in {}", first.dtype, first.name, found.file));
+                    self.problem(|| {
+                        format!("{name}: expected {} as {}, found {found} in {}", first.dtype, first.name, found.file)
+                    });
                     None
                 }
                 None => Some(found),
@@ -901,7 +967,8 @@ impl<'a> Claim<'a> {
         self.problem(|| format!("{name}: expected {shape:?} {kind}, found no such tensor in {dir}{cure}"));
     }
 
-    /// Gives a tied model its head: the embedding's tensor, divided as the head is. Returns a head of the checkpoint's own with the embedding.
+    /// Gives a tied model its head: the embedding's tensor, divided as the head is. Returns a head of the checkpoint's
+    /// own with the embedding.
     fn tie_head(&mut self, section: &Section, map: &mut BTreeMap<WeightId, Weight>) -> Option<(Tensor, Tensor)> {
         let rule = section.model.get(&Role::Head)?;
         let embed = map.get(&WeightId { role: Role::Embed, layer: None })?;
@@ -914,11 +981,14 @@ impl<'a> Claim<'a> {
     }
 
     fn leftovers(&mut self, ignored: &[String]) {
-        let spare = |name: &String| !self.claimed.contains(name) && !ignored.iter().any(|pattern| matches(pattern, name));
-        let spare: Vec<Tensor> = self.tensors.iter().filter(|(name, _)| spare(name)).map(|(_, tensor)| tensor.clone()).collect();
+        let spare =
+            |name: &String| !self.claimed.contains(name) && !ignored.iter().any(|pattern| matches(pattern, name));
+        let spare: Vec<Tensor> =
+            self.tensors.iter().filter(|(name, _)| spare(name)).map(|(_, tensor)| tensor.clone()).collect();
         for tensor in spare {
             let kind = &self.facts.kind;
-            let text = format!("{}: expected no such tensor in a {kind}, found {tensor} in {}", tensor.name, tensor.file);
+            let text =
+                format!("{}: expected no such tensor in a {kind}, found {tensor} in {}", tensor.name, tensor.file);
             self.problem(|| text);
         }
     }

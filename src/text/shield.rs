@@ -1,5 +1,5 @@
-//! Files of a tokenizer are read by others' crates, which panic on some that their authors did not foresee. Here such a panic is an error like
-//! any other. The program's panic hook asks `shielded` and stays silent.
+//! Files of a tokenizer are read by others' crates, which panic on some that their authors did not foresee. Here such a
+//! panic is an error like any other. The program's panic hook asks `shielded` and stays silent.
 use anyhow::{anyhow, Result};
 use std::cell::Cell;
 use std::panic::{catch_unwind, AssertUnwindSafe};

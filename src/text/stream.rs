@@ -64,8 +64,8 @@ impl<'a> TextStream<'a> {
         shown
     }
 
-    /// The end of the answer: whatever was held back for a stop string that did not come, and one U+FFFD for a character cut
-    /// in the middle. Empty after a stop.
+    /// The end of the answer: whatever was held back for a stop string that did not come, and one U+FFFD for a
+    /// character cut in the middle. Empty after a stop.
     pub fn finish(self) -> String {
         if self.stop.stopped() {
             return String::new();
@@ -74,7 +74,8 @@ impl<'a> TextStream<'a> {
     }
 }
 
-/// The bytes without the one leading space that some decoders drop at the start of a text; `pending` says whether it is due.
+/// The bytes without the one leading space that some decoders drop at the start of a text; `pending` says whether it is
+/// due.
 pub(super) fn strip_once<'b>(bytes: &'b [u8], pending: &mut bool) -> &'b [u8] {
     if bytes.is_empty() || !std::mem::take(pending) {
         return bytes;
@@ -82,8 +83,8 @@ pub(super) fn strip_once<'b>(bytes: &'b [u8], pending: &mut bool) -> &'b [u8] {
     bytes.strip_prefix(b" ").unwrap_or(bytes)
 }
 
-/// Bytes in, text out as soon as a character is complete. Invalid bytes become U+FFFD exactly as in `String::from_utf8_lossy`
-/// of the whole, however the bytes were cut.
+/// Bytes in, text out as soon as a character is complete. Invalid bytes become U+FFFD exactly as in
+/// `String::from_utf8_lossy` of the whole, however the bytes were cut.
 #[derive(Debug, Default)]
 pub struct Utf8Stream {
     pending: Vec<u8>, // the start of a character, at most 3 bytes between calls
@@ -123,9 +124,9 @@ impl Utf8Stream {
     }
 }
 
-/// Text in, text out up to the first stop string. The stop that is complete first wins; of two that end at the same character,
-/// the one that started first. Text is held back only while it may be the start of a stop: at most the longest stop less one
-/// character.
+/// Text in, text out up to the first stop string. The stop that is complete first wins; of two that end at the same
+/// character, the one that started first. Text is held back only while it may be the start of a stop: at most the
+/// longest stop less one character.
 #[derive(Debug)]
 pub struct StopStream {
     stops: Vec<String>,
@@ -201,7 +202,11 @@ mod tests {
     }
 
     fn check(stops: &[&str], pieces: &[&str], shown: &[&str], stop: Option<usize>, rest: &str) {
-        assert_eq!(stream(stops, pieces), (strings(shown), stop, rest.to_string()), "stops {stops:?}, pieces {pieces:?}");
+        assert_eq!(
+            stream(stops, pieces),
+            (strings(shown), stop, rest.to_string()),
+            "stops {stops:?}, pieces {pieces:?}"
+        );
     }
 
     #[test]

@@ -1,5 +1,6 @@
-//! Chat templates: Jinja as transformers runs it, on minijinja. `ChatTemplate` turns messages into text; which parts of that text
-//! may become control tokens is the business of tokenizer.rs. Semantics follow transformers 5, utils/chat_template_utils.py.
+//! Chat templates: Jinja as transformers runs it, on minijinja. `ChatTemplate` turns messages into text; which parts of
+//! that text may become control tokens is the business of tokenizer.rs. Semantics follow transformers 5,
+//! utils/chat_template_utils.py.
 
 use anyhow::{anyhow, Result};
 use minijinja::syntax::SyntaxConfig;
@@ -42,7 +43,8 @@ pub struct ChatTemplate {
     source: String,
 }
 
-/// Steps of a render, one of which also pays for 64 bytes. Published templates take some hundred for a message, a few for each of its bytes at most.
+/// Steps of a render, one of which also pays for 64 bytes. Published templates take some hundred for a message, a few
+/// for each of its bytes at most.
 const FUEL: u64 = 200_000;
 const FUEL_PER_BYTE: u64 = 100;
 
@@ -77,13 +79,16 @@ impl ChatTemplate {
         &self.source
     }
 
-    /// The conversation as one text. A template that refuses the messages (`raise_exception`) gives its words as the error.
+    /// The conversation as one text. A template that refuses the messages (`raise_exception`) gives its words as the
+    /// error.
     pub fn render(&self, messages: &[Message], options: &ChatOptions) -> Result<String> {
-        let mut variables = Map::from_iter([("tools".into(), Json::Null), ("documents".into(), Json::Null)]); // as transformers passes them
+        // as transformers passes them
+        let mut variables = Map::from_iter([("tools".into(), Json::Null), ("documents".into(), Json::Null)]);
         variables.extend(options.variables.clone());
         variables.insert("messages".into(), serde_json::to_value(messages)?);
         variables.insert("add_generation_prompt".into(), options.add_generation_prompt.into());
-        // A template that goes on and on, or doubles a text again and again, ends: what it may do is in proportion to what it was given.
+        // A template that goes on and on, or doubles a text again and again, ends: what it may do is in proportion to
+        // what it was given.
         let mut environment = self.environment.clone();
         environment.set_fuel(Some(FUEL + FUEL_PER_BYTE * serde_json::to_string(&variables)?.len() as u64));
         let template = environment.get_template(NAME).map_err(describe)?;
@@ -91,7 +96,8 @@ impl ChatTemplate {
     }
 }
 
-/// The message of `raise_exception`, kept as the error's source so that it can be told from faults of the template itself.
+/// The message of `raise_exception`, kept as the error's source so that it can be told from faults of the template
+/// itself.
 #[derive(Debug)]
 struct Refused(String);
 
@@ -125,7 +131,9 @@ fn content_text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D:
         Json::Array(parts) => {
             let part_text = |(i, part): (usize, &Json)| match (part["type"].as_str(), part["text"].as_str()) {
                 (Some("text"), Some(text)) => Ok(text.to_string()),
-                _ => Err(D::Error::custom(format!("content part {i}: expected {{\"type\": \"text\", \"text\": ...}}, found {part}"))),
+                _ => Err(D::Error::custom(format!(
+                    "content part {i}: expected {{\"type\": \"text\", \"text\": ...}}, found {part}"
+                ))),
             };
             Ok(parts.iter().enumerate().map(part_text).collect::<Result<Vec<_>, _>>()?.join("\n"))
         }
@@ -133,9 +141,10 @@ fn content_text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D:
     }
 }
 
-/// Rewrites what is not Jinja but what Python's makes of it; the `-` and `+` signs of a tag keep their effect on the white space around it.
-/// transformers marks assistant text with `{% generation %}` blocks: `if true` leaves the same text. Kimi's template appends to a list of a
-/// namespace and pops from it, which values here cannot do: it gets a new list instead.
+/// Rewrites what is not Jinja but what Python's makes of it; the `-` and `+` signs of a tag keep their effect on the
+/// white space around it. transformers marks assistant text with `{% generation %}` blocks: `if true` leaves the same
+/// text. Kimi's template appends to a list of a namespace and pops from it, which values here cannot do: it gets a new
+/// list instead.
 fn in_jinja_alone(source: &str) -> String {
     let mut text = String::with_capacity(source.len());
     let mut rest = source;
@@ -161,7 +170,8 @@ fn in_jinja_alone(source: &str) -> String {
     text + rest
 }
 
-/// `set x = ns.list.append(y)` and `set x = ns.list.pop(0)` as assignments; None for any other tag. `plain` is `inside` without its signs.
+/// `set x = ns.list.append(y)` and `set x = ns.list.pop(0)` as assignments; None for any other tag. `plain` is `inside`
+/// without its signs.
 fn without_list_methods(inside: &str, plain: &str) -> Option<String> {
     let (name, call) = plain.strip_prefix("set ")?.split_once('=')?;
     let call = call.trim();
@@ -220,7 +230,9 @@ fn to_json(value: &Value, positional: Rest<Value>, options: Kwargs) -> Result<St
         Some(indent) => {
             let count = || usize::try_from(indent.clone()).ok().filter(|n| *n <= MOST_INDENT).map(|n| " ".repeat(n));
             let text = indent.as_str().filter(|text| text.len() <= MOST_INDENT).map(str::to_string).or_else(count);
-            Some(text.ok_or_else(|| invalid(format!("indent {indent:.20}: expected a text or a number of spaces, up to {MOST_INDENT}")))?)
+            Some(text.ok_or_else(|| {
+                invalid(format!("indent {indent:.20}: expected a text or a number of spaces, up to {MOST_INDENT}"))
+            })?)
         }
     };
     let separators = match argument(2, "separators")? {
@@ -253,7 +265,8 @@ impl JsonStyle {
         match value {
             Json::Array(items) => self.write_block(['[', ']'], items.iter().map(|item| (None, item)), depth, out),
             Json::Object(items) => {
-                let mut items: Vec<(Option<&str>, &Json)> = items.iter().map(|(key, item)| (Some(key.as_str()), item)).collect();
+                let mut items: Vec<(Option<&str>, &Json)> =
+                    items.iter().map(|(key, item)| (Some(key.as_str()), item)).collect();
                 if self.sort_keys {
                     items.sort_by_key(|(key, _)| *key);
                 }
@@ -332,9 +345,17 @@ mod tests {
         check("{{ tools is defined and tools is none }}", json!({}), "True");
         check("{{ '<b>' }}{{ x }}", json!({"x": "&"}), "<b>&"); // no escaping
         check("{{ ' a b '.strip().split(' ')[-1].startswith('b') }}", json!({}), "True");
-        check("{{ x.get('k', 'd') }}{% for k, v in x.items() %}{{ k }}{{ v }}{% endfor %}", json!({"x": {"z": 1, "a": 2}}), "dz1a2");
+        check(
+            "{{ x.get('k', 'd') }}{% for k, v in x.items() %}{{ k }}{{ v }}{% endfor %}",
+            json!({"x": {"z": 1, "a": 2}}),
+            "dz1a2",
+        );
         check("{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}", json!({}), "012");
-        check("{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", json!({}), "1");
+        check(
+            "{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+            json!({}),
+            "1",
+        );
     }
 
     #[test]
@@ -349,8 +370,16 @@ mod tests {
     #[test]
     fn json_as_python_writes_it() {
         let x = json!({"x": {"b": [1, 2.5, "é<'\u{7f}\"\n"], "a": {}, "c": null, "d": true, "e": []}});
-        check("{{ x | tojson }}", x.clone(), "{\"b\": [1, 2.5, \"é<'\u{7f}\\\"\\n\"], \"a\": {}, \"c\": null, \"d\": true, \"e\": []}");
-        check("{{ x.b | tojson(ensure_ascii=true, separators=(',', ':')) }}", x.clone(), "[1,2.5,\"\\u00e9<'\\u007f\\\"\\n\"]");
+        check(
+            "{{ x | tojson }}",
+            x.clone(),
+            "{\"b\": [1, 2.5, \"é<'\u{7f}\\\"\\n\"], \"a\": {}, \"c\": null, \"d\": true, \"e\": []}",
+        );
+        check(
+            "{{ x.b | tojson(ensure_ascii=true, separators=(',', ':')) }}",
+            x.clone(),
+            "[1,2.5,\"\\u00e9<'\\u007f\\\"\\n\"]",
+        );
         check(
             "{{ x | tojson(indent=2, sort_keys=true) }}",
             json!({"x": {"b": [1], "a": {}}}),
@@ -371,8 +400,14 @@ mod tests {
 
     #[test]
     fn errors_name_the_cause() {
-        check_error("{{ raise_exception('roles must alternate') }}", "the chat template refuses these messages: roles must alternate");
-        check_error("{% macro m() %}{{ raise_exception('deep') }}{% endmacro %}{{ m() }}", "refuses these messages: deep");
+        check_error(
+            "{{ raise_exception('roles must alternate') }}",
+            "the chat template refuses these messages: roles must alternate",
+        );
+        check_error(
+            "{% macro m() %}{{ raise_exception('deep') }}{% endmacro %}{{ m() }}",
+            "refuses these messages: deep",
+        );
         check_error("a\n{{ missing.field }}", "chat template:2");
         check_error("a\n{% if %}", "chat template:2");
     }
@@ -381,7 +416,10 @@ mod tests {
     fn templates_end() {
         let loops = "{% for a in range(9999) %}".repeat(4) + &"{% endfor %}".repeat(4);
         check_error(&loops, "does not end");
-        check_error("{% set ns = namespace(x='a') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "does not end");
+        check_error(
+            "{% set ns = namespace(x='a') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+            "does not end",
+        );
         check_error("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion");
         // A megabyte in ten thousand messages goes through every published kind of loop.
         let template = "{% set ns = namespace(x=[]) %}{% for m in messages %}{% set x = ns.x.append(m) %}{% endfor %}{% for m in ns.x %}{{ m.content }}{% endfor %}";

@@ -1,6 +1,7 @@
-//! tiktoken.model, the vocabulary of Kimi-K2 and its kin, as a model of HF's tokenizer crate: a line for each token, its bytes in base64
-//! and its rank. A word becomes the token that it is, or else its bytes, of which the two neighbours whose union has the lowest rank are
-//! joined, the leftmost first, as long as there are such. Which words a text has is said by a pattern that is not in the file.
+//! tiktoken.model, the vocabulary of Kimi-K2 and its kin, as a model of HF's tokenizer crate: a line for each token,
+//! its bytes in base64 and its rank. A word becomes the token that it is, or else its bytes, of which the two
+//! neighbours whose union has the lowest rank are joined, the leftmost first, as long as there are such. Which words a
+//! text has is said by a pattern that is not in the file.
 use super::tokenizer::byte_characters;
 use anyhow::{bail, ensure, Context, Result};
 use serde::{Deserialize, Deserializer};
@@ -13,8 +14,9 @@ use tokenizers::{Model, ModelWrapper, Token};
 
 pub const FILE: &str = "tiktoken.model";
 
-/// Words of Kimi's text, as published in its tokenization_kimi.py: runs of Han; letters with what stands before them and an English ending
-/// behind; up to three digits; signs; line ends; spaces, of which the last belongs to the next word.
+/// Words of Kimi's text, as published in its tokenization_kimi.py: runs of Han; letters with what stands before them
+/// and an English ending behind; up to three digits; signs; line ends; spaces, of which the last belongs to the next
+/// word.
 #[rustfmt::skip]
 pub const KIMI_WORDS: &str = concat!(
     r"[\p{Han}]+",
@@ -47,7 +49,8 @@ pub struct Tiktoken {
 }
 
 impl Tiktoken {
-    /// Reads `dir`/tiktoken.model. Names of control tokens come from tokenizer_config.json; the others are `<|reserved_token_ID|>`.
+    /// Reads `dir`/tiktoken.model. Names of control tokens come from tokenizer_config.json; the others are
+    /// `<|reserved_token_ID|>`.
     pub fn open(dir: &Path, config: &Map<String, Json>) -> Result<Tiktoken> {
         // The pattern of words comes with the code that the config names.
         let code = config.get("auto_map").map(|map| map["AutoTokenizer"].to_string()).unwrap_or_default();
@@ -65,13 +68,18 @@ impl Tiktoken {
         byte_characters().into_iter().for_each(|(c, byte)| characters[byte as usize] = c);
         let (mut ranks, mut texts) = (HashMap::new(), Vec::new());
         for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.is_empty()) {
-            let token = line.split_once(' ').and_then(|(token, rank)| Some((base64(token)?, rank.parse::<u32>().ok()?)));
+            let token =
+                line.split_once(' ').and_then(|(token, rank)| Some((base64(token)?, rank.parse::<u32>().ok()?)));
             let Some((token, rank)) = token.filter(|(token, _)| !token.is_empty()) else {
                 bail!("line {}: expected a token in base64 and its rank, found {line:?}", i + 1);
             };
             ensure!(rank as usize == texts.len(), "line {}: expected rank {}, found {rank}", i + 1, texts.len());
             texts.push(token.iter().map(|byte| characters[*byte as usize]).collect());
-            ensure!(ranks.insert(token, rank).is_none(), "line {}: expected each token once, found {line:?} again", i + 1);
+            ensure!(
+                ranks.insert(token, rank).is_none(),
+                "line {}: expected each token once, found {line:?} again",
+                i + 1
+            );
         }
         if let Some(byte) = (0..=255u8).find(|byte| !ranks.contains_key(&[*byte][..])) {
             bail!("expected a token for every byte, found none for 0x{byte:02x}");
@@ -98,7 +106,8 @@ impl Tiktoken {
         if let Some(rank) = self.ranks.get(word) {
             return vec![(*rank, 0, word.len())];
         }
-        // A list of parts by their start: each one's end is the start of the next. Where a part has been joined to the one before, `end` is 0.
+        // A list of parts by their start: each one's end is the start of the next. Where a part has been joined to the
+        // one before, `end` is 0.
         let n = word.len();
         let mut end: Vec<usize> = (1..=n).collect();
         let mut before: Vec<usize> = (0..n).map(|i| i.wrapping_sub(1)).collect();
@@ -153,7 +162,9 @@ impl Model for Vocabulary {
         match self {
             Vocabulary::Json(model) => model.tokenize(word),
             Vocabulary::Tiktoken(model) => {
-                let token = |(id, start, end): (u32, usize, usize)| Token::new(id, model.texts[id as usize].clone(), (start, end));
+                let token = |(id, start, end): (u32, usize, usize)| {
+                    Token::new(id, model.texts[id as usize].clone(), (start, end))
+                };
                 Ok(model.encode(word.as_bytes()).into_iter().map(token).collect())
             }
         }
@@ -228,9 +239,15 @@ mod tests {
 
     #[test]
     fn base64_of_the_standard() {
-        for (text, bytes) in
-            [("", ""), ("Zg==", "f"), ("Zm8=", "fo"), ("Zm9v", "foo"), ("Zm9vYg==", "foob"), ("Zm9vYmE=", "fooba"), ("Zm9vYmFy", "foobar")]
-        {
+        for (text, bytes) in [
+            ("", ""),
+            ("Zg==", "f"),
+            ("Zm8=", "fo"),
+            ("Zm9v", "foo"),
+            ("Zm9vYg==", "foob"),
+            ("Zm9vYmE=", "fooba"),
+            ("Zm9vYmFy", "foobar"),
+        ] {
             assert_eq!(base64(text).unwrap(), bytes.as_bytes());
         }
         assert_eq!(base64("/+8=").unwrap(), [0xff, 0xef]);

@@ -1,6 +1,7 @@
-//! Text to ids and ids to bytes, from a checkpoint's tokenizer.json (or tiktoken.model: tiktoken.rs), with the settings and the chat template of the files beside it.
-//! The splitting and merging is HF's own crate; this file adds what surrounds it: which BOS is written, which parts of a chat may
-//! become control tokens, and the raw bytes of each token. Rendering is in template.rs, streaming in stream.rs.
+//! Text to ids and ids to bytes, from a checkpoint's tokenizer.json (or tiktoken.model: tiktoken.rs), with the settings
+//! and the chat template of the files beside it. The splitting and merging is HF's own crate; this file adds what
+//! surrounds it: which BOS is written, which parts of a chat may become control tokens, and the raw bytes of each
+//! token. Rendering is in template.rs, streaming in stream.rs.
 
 use super::shield::shield;
 use super::stream::strip_once;
@@ -17,8 +18,8 @@ use std::path::Path;
 use tokenizers::decoders::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::{
-    AddedToken, DecoderWrapper, Model, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer, PreTokenizerWrapper,
-    SplitDelimiterBehavior, TokenizerImpl,
+    AddedToken, DecoderWrapper, Model, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer,
+    PreTokenizerWrapper, SplitDelimiterBehavior, TokenizerImpl,
 };
 
 /// The tokenizer of one checkpoint.
@@ -26,7 +27,8 @@ pub struct Tokenizer {
     hf: HfTokenizer,
     spelling: Spelling,
     special: HashSet<u32>,
-    /// Added tokens that are not special but that the chat template writes, such as DeepSeek's `<｜User｜>`: turn marks all the same.
+    /// Added tokens that are not special but that the chat template writes, such as DeepSeek's `<｜User｜>`: turn marks
+    /// all the same.
     template_marks: HashSet<u32>,
     eos: Option<u32>,
     /// Further control tokens that end an answer, by the tokenizer's kind.
@@ -37,12 +39,18 @@ pub struct Tokenizer {
     dir: String,
 }
 
-type HfTokenizer =
-    TokenizerImpl<Vocabulary, tokenizers::NormalizerWrapper, Unguard, tokenizers::PostProcessorWrapper, tokenizers::DecoderWrapper>;
+type HfTokenizer = TokenizerImpl<
+    Vocabulary,
+    tokenizers::NormalizerWrapper,
+    Unguard,
+    tokenizers::PostProcessorWrapper,
+    tokenizers::DecoderWrapper,
+>;
 
 impl Tokenizer {
-    /// Reads `dir`/tokenizer.json, or if there is none tiktoken.model, and, where present, tokenizer_config.json, special_tokens_map.json and the chat template in
-    /// chat_template.jinja, tokenizer_config.json or chat_template.json (the first that has one).
+    /// Reads `dir`/tokenizer.json, or if there is none tiktoken.model, and, where present, tokenizer_config.json,
+    /// special_tokens_map.json and the chat template in chat_template.jinja, tokenizer_config.json or
+    /// chat_template.json (the first that has one).
     pub fn open(dir: &Path) -> Result<Self> {
         shield(|| Self::read(dir)).with_context(|| dir.display().to_string())
     }
@@ -58,7 +66,8 @@ impl Tokenizer {
             }
             _ => anyhow!("tokenizer.json: {error}"),
         })?;
-        let hf: HfTokenizer = serde_json::from_slice(&json).map_err(|error| anyhow!("tokenizer.json: no valid tokenizer: {error}"))?;
+        let hf: HfTokenizer =
+            serde_json::from_slice(&json).map_err(|error| anyhow!("tokenizer.json: no valid tokenizer: {error}"))?;
         Self::from_parts(dir, hf)
     }
 
@@ -130,7 +139,8 @@ impl Tokenizer {
         })
     }
 
-    /// Ids of a text as the tokenizer itself would have it, BOS included where it adds one. Special tokens in the text count.
+    /// Ids of a text as the tokenizer itself would have it, BOS included where it adds one. Special tokens in the text
+    /// count.
     pub fn encode_raw(&self, text: &str) -> Result<Vec<u32>> {
         match self.raw {
             RawRule::PostProcessor => self.encode(&escape(text), true),
@@ -146,12 +156,13 @@ impl Tokenizer {
         self.encode(&escape(text), false)
     }
 
-    /// Ids of a conversation: exactly what the template writes, nothing added. Where no message has the text of a special token,
-    /// these are the ids of transformers' `apply_chat_template`. Special tokens typed into a message stay ordinary text; in messages
-    /// that are not the assistant's or the system's, so do the other added tokens which the template uses as marks. Errors: no
-    /// template, or a template that refuses the messages.
+    /// Ids of a conversation: exactly what the template writes, nothing added. Where no message has the text of a
+    /// special token, these are the ids of transformers' `apply_chat_template`. Special tokens typed into a message
+    /// stay ordinary text; in messages that are not the assistant's or the system's, so do the other added tokens which
+    /// the template uses as marks. Errors: no template, or a template that refuses the messages.
     pub fn encode_chat(&self, messages: &[Message], options: &ChatOptions) -> Result<Vec<u32>> {
-        let guarded: Vec<Message> = shield(|| Ok(messages.iter().map(|message| self.guard_message(message)).collect()))?;
+        let guarded: Vec<Message> =
+            shield(|| Ok(messages.iter().map(|message| self.guard_message(message)).collect()))?;
         self.encode(&self.template()?.render(&guarded, options)?, false)
     }
 
@@ -164,7 +175,8 @@ impl Tokenizer {
         self.template.is_some()
     }
 
-    /// The bytes that a token stands for, in part of a character perhaps. Empty for an id without a token (padding of the vocabulary).
+    /// The bytes that a token stands for, in part of a character perhaps. Empty for an id without a token (padding of
+    /// the vocabulary).
     pub fn token_bytes(&self, id: u32) -> Vec<u8> {
         let added = self.hf.get_added_vocabulary().get_added_tokens_decoder();
         match added.get(&id) {
@@ -177,7 +189,8 @@ impl Tokenizer {
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
         let mut strip_space = self.strips_leading_space();
         let shown = ids.iter().filter(|id| !skip_special || !self.is_special(**id));
-        let bytes: Vec<u8> = shown.flat_map(|id| strip_once(&self.token_bytes(*id), &mut strip_space).to_vec()).collect();
+        let bytes: Vec<u8> =
+            shown.flat_map(|id| strip_once(&self.token_bytes(*id), &mut strip_space).to_vec()).collect();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
@@ -211,7 +224,9 @@ impl Tokenizer {
     }
 
     fn template(&self) -> Result<&ChatTemplate> {
-        self.template.as_ref().with_context(|| format!("{}: no chat template; use --raw, or add chat_template.jinja", self.dir))
+        self.template
+            .as_ref()
+            .with_context(|| format!("{}: no chat template; use --raw, or add chat_template.jinja", self.dir))
     }
 
     /// `text` may hold guards.
@@ -236,13 +251,16 @@ impl Tokenizer {
         match value {
             Json::String(text) => self.guard(text, trusted).into(),
             Json::Array(items) => items.iter().map(|item| self.guard_json(item, trusted)).collect(),
-            Json::Object(items) => items.iter().map(|(key, item)| (self.guard(key, trusted), self.guard_json(item, trusted))).collect(),
+            Json::Object(items) => {
+                items.iter().map(|(key, item)| (self.guard(key, trusted), self.guard_json(item, trusted))).collect()
+            }
             other => other.clone(),
         }
     }
 
-    /// The text with a guard between the characters of each control token in it, so that it is no longer found as one. Templates
-    /// still see the text, trim it and cut it; `Unguard` takes the guards out when control tokens have been found.
+    /// The text with a guard between the characters of each control token in it, so that it is no longer found as one.
+    /// Templates still see the text, trim it and cut it; `Unguard` takes the guards out when control tokens have been
+    /// found.
     fn guard(&self, text: &str, trusted: bool) -> String {
         let mut text = escape(text).into_owned();
         loop {
@@ -271,7 +289,8 @@ impl Tokenizer {
     }
 }
 
-/// The highest id of a vocabulary plus one. Few have holes, so that asking for each id is cheaper than a copy of the whole.
+/// The highest id of a vocabulary plus one. Few have holes, so that asking for each id is cheaper than a copy of the
+/// whole.
 fn ids(model: &Vocabulary) -> usize {
     let n = model.get_vocab_size();
     match (0..n as u32).all(|id| model.id_to_token(id).is_some()) {
@@ -290,8 +309,9 @@ fn escape(text: &str) -> Cow<'_, str> {
     }
 }
 
-/// The checkpoint's pre-tokenizer, after taking guards out. It runs at the right moment: added tokens have been cut out already,
-/// and words are not split yet. So a guarded text gets the ids that it would have if its control tokens were unknown.
+/// The checkpoint's pre-tokenizer, after taking guards out. It runs at the right moment: added tokens have been cut out
+/// already, and words are not split yet. So a guarded text gets the ids that it would have if its control tokens were
+/// unknown.
 #[derive(Deserialize)]
 struct Unguard(Option<PreTokenizerWrapper>);
 
@@ -313,7 +333,8 @@ impl PreTokenizer for Unguard {
     }
 }
 
-/// What `encode_raw` adds. As in transformers 5, `add_bos_token` or `add_eos_token` in the config overrule the post-processor.
+/// What `encode_raw` adds. As in transformers 5, `add_bos_token` or `add_eos_token` in the config overrule the
+/// post-processor.
 enum RawRule {
     PostProcessor,
     Around { bos: Option<u32>, eos: Option<u32> },
@@ -370,7 +391,9 @@ impl Spelling {
                 "ByteFallback" => byte_fallback = true,
                 "Fuse" => {}
                 "Strip" if step["content"] == " " && step["start"] == 1 && step["stop"] == 0 => strip_space = true,
-                _ => bail!("tokenizer.json: decoder: expected ByteLevel, or ▁ for spaces with byte fallback, found {step}"),
+                _ => bail!(
+                    "tokenizer.json: decoder: expected ByteLevel, or ▁ for spaces with byte fallback, found {step}"
+                ),
             }
         }
         ensure!(spaces, "tokenizer.json: decoder: expected a step that turns ▁ into spaces, found {decoder}");
@@ -380,11 +403,16 @@ impl Spelling {
     fn bytes(&self, token: &str) -> Vec<u8> {
         match self {
             // A token with a character outside the table is not spelled by bytes: it is its own text.
-            Spelling::ByteLevel { bytes } => {
-                token.chars().map(|c| bytes.get(&c).copied()).collect::<Option<_>>().unwrap_or_else(|| token.as_bytes().to_vec())
-            }
+            Spelling::ByteLevel { bytes } => token
+                .chars()
+                .map(|c| bytes.get(&c).copied())
+                .collect::<Option<_>>()
+                .unwrap_or_else(|| token.as_bytes().to_vec()),
             Spelling::Pieces { byte_fallback, .. } => {
-                let hex = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>')).filter(|hex| *byte_fallback && hex.len() == 2);
+                let hex = token
+                    .strip_prefix("<0x")
+                    .and_then(|rest| rest.strip_suffix('>'))
+                    .filter(|hex| *byte_fallback && hex.len() == 2);
                 match hex.and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
                     Some(byte) => vec![byte],
                     None => token.replace('▁', " ").into_bytes(),
@@ -420,7 +448,8 @@ fn token_text(config: &Map<String, Json>, name: &str) -> Option<String> {
     token.as_str().or_else(|| token["content"].as_str()).map(str::to_string)
 }
 
-/// Adds the tokens of `added_tokens_decoder` and `additional_special_tokens` that tokenizer.json does not list, as transformers does.
+/// Adds the tokens of `added_tokens_decoder` and `additional_special_tokens` that tokenizer.json does not list, as
+/// transformers does.
 fn add_declared_tokens(hf: &mut HfTokenizer, config: &Map<String, Json>) -> Result<()> {
     let empty = Map::new();
     let declared = config.get("added_tokens_decoder").and_then(Json::as_object).unwrap_or(&empty);
@@ -478,11 +507,14 @@ fn template_source(dir: &Path, config: &Map<String, Json>) -> Result<Option<Stri
             None | Some(Json::Null) => {}
             Some(Json::String(source)) => return Ok(Some(source.clone())),
             Some(Json::Array(named)) => {
-                let default = named.iter().find(|entry| entry["name"] == "default").and_then(|entry| entry["template"].as_str());
+                let default =
+                    named.iter().find(|entry| entry["name"] == "default").and_then(|entry| entry["template"].as_str());
                 let names: Vec<String> = named.iter().map(|entry| entry["name"].to_string()).collect();
                 return Ok(Some(
                     default
-                        .with_context(|| format!("{file}: chat_template: expected one named \"default\", found {}", names.join(", ")))?
+                        .with_context(|| {
+                            format!("{file}: chat_template: expected one named \"default\", found {}", names.join(", "))
+                        })?
                         .to_string(),
                 ));
             }

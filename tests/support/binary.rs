@@ -28,7 +28,10 @@ impl Done {
 
     /// stdout as JSON lines.
     pub fn json(&self) -> Vec<Value> {
-        self.text().lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}; stderr: {}", self.err))).collect()
+        self.text()
+            .lines()
+            .map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}; stderr: {}", self.err)))
+            .collect()
     }
 
     pub fn expect(self, code: i32) -> Done {
@@ -41,7 +44,11 @@ impl Done {
         let done = self.expect(code);
         assert!(done.out.is_empty(), "stdout: {}", done.text());
         let errors: Vec<&str> = done.err.lines().filter(|line| line.starts_with("error: ")).collect();
-        assert!(errors.len() == 1 && done.err.trim_end().ends_with(errors[0]), "expected one line, the last, found {:?}", done.err);
+        assert!(
+            errors.len() == 1 && done.err.trim_end().ends_with(errors[0]),
+            "expected one line, the last, found {:?}",
+            done.err
+        );
         for word in words {
             assert!(errors[0].contains(word), "expected {word:?} in {:?}", errors[0]);
         }
@@ -60,7 +67,8 @@ pub fn run_with(args: &[&str], stdin: &[u8]) -> Done {
     let mut child = volley(args).stdin(Stdio::piped()).spawn().unwrap();
     let mut pipe = child.stdin.take().unwrap();
     let bytes = stdin.to_vec();
-    let writer = std::thread::spawn(move || drop(pipe.write_all(&bytes))); // a program that has seen enough closes its end
+    // a program that has seen enough closes its end
+    let writer = std::thread::spawn(move || drop(pipe.write_all(&bytes)));
     let done = finish(child);
     writer.join().unwrap();
     done
@@ -81,7 +89,11 @@ pub fn finish(mut child: Child) -> Done {
     let mut stderr = child.stderr.take();
     let err = std::thread::spawn(move || read_all(stderr.as_mut()));
     let status = wait(&mut child, LIMIT);
-    Done { code: status.code(), out: out.join().unwrap(), err: String::from_utf8_lossy(&err.join().unwrap()).into_owned() }
+    Done {
+        code: status.code(),
+        out: out.join().unwrap(),
+        err: String::from_utf8_lossy(&err.join().unwrap()).into_owned(),
+    }
 }
 
 fn read_all(from: Option<&mut impl Read>) -> Vec<u8> {
@@ -168,7 +180,11 @@ impl Terminal {
                 self.shown += at + text.len();
                 return;
             }
-            assert!(start.elapsed() < LIMIT, "expected {text:?} on the terminal, found {:?}", String::from_utf8_lossy(new));
+            assert!(
+                start.elapsed() < LIMIT,
+                "expected {text:?} on the terminal, found {:?}",
+                String::from_utf8_lossy(new)
+            );
             self.pump();
         }
     }
@@ -186,7 +202,11 @@ impl Terminal {
             if let Some(status) = self.child.try_wait().unwrap() {
                 break status;
             }
-            assert!(start.elapsed() < LIMIT, "still running; on the terminal: {:?}", String::from_utf8_lossy(&self.seen));
+            assert!(
+                start.elapsed() < LIMIT,
+                "still running; on the terminal: {:?}",
+                String::from_utf8_lossy(&self.seen)
+            );
         };
         self.pump();
         (String::from_utf8_lossy(&self.seen).into_owned(), status.code())

@@ -1,5 +1,5 @@
-//! `D0`: a random EAGLE-3 drafter for T0 (hidden 64, three tapped layers, 128 of 512 ids), in every variant that tests need.
-//! Each test binary uses a part of this module.
+//! `D0`: a random EAGLE-3 drafter for T0 (hidden 64, three tapped layers, 128 of 512 ids), in every variant that tests
+//! need. Each test binary uses a part of this module.
 #![allow(dead_code)]
 use crate::support::{write_json, write_safetensors, TensorData};
 use half::bf16;
@@ -67,8 +67,10 @@ impl D0 {
     /// Replaces a tensor by a random one of another shape, or adds it.
     pub fn random(&mut self, name: &str, shape: &[usize]) -> &mut D0 {
         // Marsaglia's xorshift; the seed is the name.
-        let mut state =
-            name.bytes().fold(0x9e37_79b9_7f4a_7c15u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)) | 1;
+        let mut state = name
+            .bytes()
+            .fold(0x9e37_79b9_7f4a_7c15u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+            | 1;
         let mut uniform = || {
             state ^= state << 13;
             state ^= state >> 7;
@@ -104,7 +106,8 @@ impl D0 {
     }
 }
 
-/// A random drafter for the tiny llama, with heads of a size that the kernels have; with the flags that add norms, or without.
+/// A random drafter for the tiny llama, with heads of a size that the kernels have; with the flags that add norms, or
+/// without.
 pub fn tiny_llama_drafter(config: &Config, weights: &Weights, norms: bool) -> DraftModel {
     tiny_llama_draft_model(&mut D0::new(), config, weights, norms)
 }
@@ -160,7 +163,13 @@ pub fn latent_drafter(target: &Config) -> D0 {
     let (h, v) = (target.hidden, target.vocab);
     let mut d = D0::new();
     d.tensors.clear();
-    for (key, n) in [("hidden_size", h), ("vocab_size", v), ("draft_vocab_size", v), ("num_key_value_heads", 4), ("q_lora_rank", 32)] {
+    for (key, n) in [
+        ("hidden_size", h),
+        ("vocab_size", v),
+        ("draft_vocab_size", v),
+        ("num_key_value_heads", 4),
+        ("q_lora_rank", 32),
+    ] {
         d.set(key, n);
     }
     for (key, n) in [("kv_lora_rank", 32), ("qk_nope_head_dim", 16), ("qk_rope_head_dim", 8), ("v_head_dim", 16)] {
@@ -195,7 +204,8 @@ pub fn latent_drafter(target: &Config) -> D0 {
 /// The model's own layer for multi-token prediction, or a random drafter with latent attention.
 pub fn latent_draft_model(dir: &Path, config: &Config, weights: &Weights, mtp: bool) -> DraftModel {
     let model = if mtp {
-        DraftModel::mtp(&Table::builtin().unwrap(), config, weights, &Checkpoint::open(dir, Read::Mmap).unwrap()).unwrap()
+        DraftModel::mtp(&Table::builtin().unwrap(), config, weights, &Checkpoint::open(dir, Read::Mmap).unwrap())
+            .unwrap()
     } else {
         let draft = tempfile::tempdir().unwrap();
         latent_drafter(config).write(draft.path());

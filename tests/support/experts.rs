@@ -5,7 +5,8 @@ use crate::support::{write_json, write_safetensors};
 use serde_json::json;
 use std::path::Path;
 
-/// 16 heads, experts of 256; the first of three layers is dense, and a layer for multi-token prediction is behind the last.
+/// 16 heads, experts of 256; the first of three layers is dense, and a layer for multi-token prediction is behind the
+/// last.
 pub fn write_tiny8(dir: &Path, scheme: Option<Scheme>) {
     let (hidden, heads, ffn, expert, vocab, n_experts) = (128, 16, 512, 256, 512, 16);
     let (q_rank, kv_rank, nope, rope, v) = (64, 64, 64, 32, 32);
@@ -70,8 +71,9 @@ pub fn write_tiny8(dir: &Path, scheme: Option<Scheme>) {
     }
     let mut tensors = Vec::new();
     for tensor in &d.tensors {
-        let quantised =
-            tensor.name.contains("_proj") && !tensor.name.contains("eh_proj") && (!experts_only || tensor.name.contains(".experts."));
+        let quantised = tensor.name.contains("_proj")
+            && !tensor.name.contains("eh_proj")
+            && (!experts_only || tensor.name.contains(".experts."));
         match quantised {
             true => tensors.extend(quantise(tensor, scheme).0),
             false => tensors.push(tensor.clone()),

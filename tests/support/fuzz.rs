@@ -1,5 +1,6 @@
-//! A small fuzzer on stable Rust: inputs made from seeds by structure (JSON) and by bytes, kept as further seeds when they are accepted, or refused in a new way.
-//! A panic, an input that takes too long and an absurd allocation are failures; their inputs are saved. fuzz.rs says what is fuzzed.
+//! A small fuzzer on stable Rust: inputs made from seeds by structure (JSON) and by bytes, kept as further seeds when
+//! they are accepted, or refused in a new way. A panic, an input that takes too long and an absurd allocation are
+//! failures; their inputs are saved. fuzz.rs says what is fuzzed.
 use crate::support::Random;
 use serde::de::IgnoredAny;
 use serde_json::{json, Map, Value};
@@ -29,8 +30,9 @@ const HANG: Duration = Duration::from_secs(20);
 const MOST: usize = 64 << 20;
 const MOST_PER_BYTE: usize = 8 << 10;
 
-/// Runs the seeds of tests/data/fuzz/NAME and these, then changes of them for $VOLLEY_FUZZ_SECONDS (default: 5). `words` are put into inputs,
-/// besides those that the seeds have. The target says whether it accepts an input or refuses it, in one line. Some of both must occur.
+/// Runs the seeds of tests/data/fuzz/NAME and these, then changes of them for $VOLLEY_FUZZ_SECONDS (default: 5).
+/// `words` are put into inputs, besides those that the seeds have. The target says whether it accepts an input or
+/// refuses it, in one line. Some of both must occur.
 pub fn fuzz(
     name: &str,
     format: Format,
@@ -39,7 +41,8 @@ pub fn fuzz(
     target: impl FnMut(&[u8]) -> anyhow::Result<()> + Send + 'static,
 ) {
     let seconds = variable("VOLLEY_FUZZ_SECONDS").unwrap_or(5);
-    let seed = variable("VOLLEY_FUZZ_SEED").unwrap_or_else(|| UNIX_EPOCH.elapsed().map_or(0, |now| now.as_nanos() as u64));
+    let seed =
+        variable("VOLLEY_FUZZ_SEED").unwrap_or_else(|| UNIX_EPOCH.elapsed().map_or(0, |now| now.as_nanos() as u64));
     let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("fuzz");
     fs::create_dir_all(&out).unwrap();
     remember_panics();
@@ -67,7 +70,8 @@ pub fn fuzz(
         inputs: [0; 2],
         target: Box::new(target),
     };
-    let thread = std::thread::Builder::new().name(format!("{WORKER}{name}")).stack_size(8 << 20); // as much as the main thread has
+    // as much as the main thread has
+    let thread = std::thread::Builder::new().name(format!("{WORKER}{name}")).stack_size(8 << 20);
     let until = Instant::now() + Duration::from_secs(seconds);
     let thread = thread.spawn(move || worker.run(until)).unwrap();
     while !thread.is_finished() {
@@ -76,7 +80,12 @@ pub fn fuzz(
         assert!(waiting < HANG, "{name}: an input takes more than {HANG:?}; it is in {}", out.join(name).display());
     }
     let done = thread.join().expect("the worker catches panics");
-    println!("{name}: {} inputs accepted, {} refused, {} ends, seed {seed}", done.inputs[0], done.inputs[1], done.seen.len());
+    println!(
+        "{name}: {} inputs accepted, {} refused, {} ends, seed {seed}",
+        done.inputs[0],
+        done.inputs[1],
+        done.seen.len()
+    );
     assert!(done.failures.is_empty(), "{name}: {} failures:\n{}", done.failures.len(), done.failures.join("\n"));
     assert!(done.inputs.iter().all(|n| *n > 0), "{name}: expected some inputs to be accepted and some to be refused");
 }
@@ -135,7 +144,8 @@ impl Worker {
 
     fn try_one(&mut self, input: &[u8]) {
         *self.since.lock().unwrap() = Instant::now();
-        // One open file: ext4 brings what is truncated, written and closed to the disk, which takes longer than most inputs.
+        // One open file: ext4 brings what is truncated, written and closed to the disk, which takes longer than most
+        // inputs.
         self.now.write_all_at(input, 0).and_then(|()| self.now.set_len(input.len() as u64)).unwrap();
         PANIC.with(|panic| panic.borrow_mut().clear());
         USED.with(|used| used.set((0, 0)));
@@ -198,7 +208,9 @@ impl Worker {
         let end = (at + 1 + random.below(most)).min(input.len());
         match random.below(9) {
             0 if at < input.len() => input[at] ^= 1 << random.below(8),
-            1 if at < input.len() => input[at] = *random.pick(b"\0\x01\x7f\x80\xc3\xff\"'\\{}[]()<>,:;=-+.0919eE %|_\n\r\t/*#&"),
+            1 if at < input.len() => {
+                input[at] = *random.pick(b"\0\x01\x7f\x80\xc3\xff\"'\\{}[]()<>,:;=-+.0919eE %|_\n\r\t/*#&")
+            }
             2 => drop(input.drain(at..end)),
             3 => {
                 let copy = input[at..end].to_vec();
@@ -276,7 +288,11 @@ impl Worker {
             }
             _ if random.one_in(8) => {
                 let deep = 1 + random.below(150);
-                *node = (0..deep).fold(node.take(), |inner, _| if random.one_in(2) { json!([inner]) } else { json!({ "a": inner }) });
+                *node =
+                    (0..deep).fold(
+                        node.take(),
+                        |inner, _| if random.one_in(2) { json!([inner]) } else { json!({ "a": inner }) },
+                    );
             }
             _ => *node = fresh,
         }
@@ -390,7 +406,8 @@ fn remember_panics() {
     });
 }
 
-/// The system's allocator, with an account of each thread. What is absurd altogether is refused, which ends the process: the input is on disk.
+/// The system's allocator, with an account of each thread. What is absurd altogether is refused, which ends the
+/// process: the input is on disk.
 pub struct Counting;
 
 const REFUSED: usize = 4 << 30;

@@ -1,6 +1,6 @@
-//! Model directories made on the spot: `T0`, a random Llama-style model with tokenizer and chat template, in every variant that tests need.
-//! A tensor's values depend on its name and the seed only, so that sharding, tying or adding tensors leaves the others as they are.
-//! Each test binary uses a part of this module.
+//! Model directories made on the spot: `T0`, a random Llama-style model with tokenizer and chat template, in every
+//! variant that tests need. A tensor's values depend on its name and the seed only, so that sharding, tying or adding
+//! tensors leaves the others as they are. Each test binary uses a part of this module.
 #![allow(dead_code)]
 
 use half::{bf16, f16};
@@ -8,8 +8,8 @@ use serde_json::{json, Map, Value};
 use std::fs;
 use std::path::Path;
 
-/// Hidden 64, 4 layers, 4 heads, 2 KV heads, head size 16, FFN 128, vocabulary 512, context 256, bf16, untied, one file.
-/// Every builder method replaces one of these; `write` makes the directory.
+/// Hidden 64, 4 layers, 4 heads, 2 KV heads, head size 16, FFN 128, vocabulary 512, context 256, bf16, untied, one
+/// file. Every builder method replaces one of these; `write` makes the directory.
 #[derive(Clone)]
 pub struct T0 {
     arch: &'static str,
@@ -50,7 +50,8 @@ pub const IM_END: u32 = 506;
 pub const BOS: u32 = 509;
 
 /// ChatML without a first token of its own.
-pub const CHATML: &str = "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}\
+pub const CHATML: &str =
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}\
                           {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
 impl T0 {
@@ -165,7 +166,8 @@ impl T0 {
         self
     }
 
-    /// Writes config.json, generation_config.json if any, weights, tokenizer.json and tokenizer_config.json into `dir`, made if need be.
+    /// Writes config.json, generation_config.json if any, weights, tokenizer.json and tokenizer_config.json into `dir`,
+    /// made if need be.
     pub fn write(&self, dir: &Path) {
         fs::create_dir_all(dir).unwrap();
         let tensors = self.tensors();
@@ -179,7 +181,10 @@ impl T0 {
                 weight_map.extend(part.iter().map(|tensor| (tensor.name.clone(), file.clone().into())));
             }
             let total: usize = tensors.iter().map(|tensor| tensor.bytes.len()).sum();
-            write_json(&dir.join("model.safetensors.index.json"), &json!({"metadata": {"total_size": total}, "weight_map": weight_map}));
+            write_json(
+                &dir.join("model.safetensors.index.json"),
+                &json!({"metadata": {"total_size": total}, "weight_map": weight_map}),
+            );
         }
         write_json(&dir.join("config.json"), &self.config_json());
         if !self.generation.is_empty() {
@@ -220,11 +225,15 @@ impl T0 {
     pub fn tensors(&self) -> Vec<TensorData> {
         let size = |key: &str| self.config[key].as_u64().unwrap() as usize;
         let flag = |key: &str| self.config.get(key) == Some(&Value::Bool(true));
-        let (hidden, ffn, vocab, head_dim) = (size("hidden_size"), size("intermediate_size"), size("vocab_size"), size("head_dim"));
+        let (hidden, ffn, vocab, head_dim) =
+            (size("hidden_size"), size("intermediate_size"), size("vocab_size"), size("head_dim"));
         let (q, kv) = (size("num_attention_heads") * head_dim, size("num_key_value_heads") * head_dim);
         let tied = flag("tie_word_embeddings");
 
-        let mut tensors = vec![self.random("model.embed_tokens.weight", &[vocab, hidden]), self.random("model.norm.weight", &[hidden])];
+        let mut tensors = vec![
+            self.random("model.embed_tokens.weight", &[vocab, hidden]),
+            self.random("model.norm.weight", &[hidden]),
+        ];
         match self.head.unwrap_or(if tied { Head::Absent } else { Head::Own }) {
             Head::Absent => {}
             Head::Equal => tensors.push(TensorData { name: "lm_head.weight".into(), ..tensors[0].clone() }),
@@ -232,7 +241,8 @@ impl T0 {
         }
         let qkv_bias = flag("attention_bias") || self.arch == "qwen2";
         for layer in 0..size("num_hidden_layers") {
-            let mut add = |name: &str, shape: &[usize]| tensors.push(self.random(&format!("model.layers.{layer}.{name}"), shape));
+            let mut add =
+                |name: &str, shape: &[usize]| tensors.push(self.random(&format!("model.layers.{layer}.{name}"), shape));
             let mut linear = |name: &str, rows: usize, cols: usize, bias: bool| {
                 add(&format!("{name}.weight"), &[rows, cols]);
                 if bias {
@@ -254,7 +264,12 @@ impl T0 {
             }
             if self.padding > 0 {
                 let name = format!("model.layers.{layer}.self_attn.rotary_emb.inv_freq");
-                tensors.push(TensorData { name, dtype: "U8", shape: vec![self.padding], bytes: vec![layer as u8; self.padding] });
+                tensors.push(TensorData {
+                    name,
+                    dtype: "U8",
+                    shape: vec![self.padding],
+                    bytes: vec![layer as u8; self.padding],
+                });
             }
         }
         tensors.sort_by(|a, b| a.name.cmp(&b.name));
@@ -269,7 +284,9 @@ impl T0 {
             "model.embed_tokens.weight" | "lm_head.weight" => (0.0, 0.25),
             _ => (0.0, 1.0 / (shape[1] as f32).sqrt()),
         };
-        let mut random = Random::new(name.bytes().fold(self.seed, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)));
+        let mut random = Random::new(
+            name.bytes().fold(self.seed, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)),
+        );
         let mut bytes = Vec::new();
         for _ in 0..shape.iter().product() {
             let value = mean + deviation * random.normal();
@@ -288,9 +305,11 @@ impl T0 {
         let mut tokens: Vec<String> = (0..=255).map(byte_token).collect();
         let merges = merges();
         tokens.extend(merges.iter().map(|(a, b)| format!("{a}{b}")));
-        let vocab: Map<String, Value> = tokens.iter().enumerate().map(|(id, token)| (token.clone(), id.into())).collect();
+        let vocab: Map<String, Value> =
+            tokens.iter().enumerate().map(|(id, token)| (token.clone(), id.into())).collect();
         assert_eq!(vocab.len(), ENDOFTEXT as usize, "tokens are different from each other");
-        let control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|bos|>", "<|tool|>", "<|extra|>"];
+        let control =
+            ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|bos|>", "<|tool|>", "<|extra|>"];
         let added: Vec<Value> = control
             .iter()
             .zip(ENDOFTEXT..)
@@ -304,7 +323,8 @@ impl T0 {
             "type": "TemplateProcessing", "single": [bos, text("A", 0)], "pair": [bos, text("A", 0), text("B", 1)],
             "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [BOS], "tokens": ["<|bos|>"]}},
         });
-        let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+        let byte_level =
+            json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
         json!({
             "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": null, "pre_tokenizer": byte_level,
             "post_processor": if self.adds_bos { post_processor } else { Value::Null }, "decoder": byte_level,
@@ -348,7 +368,10 @@ pub fn write_safetensors(path: &Path, tensors: &[TensorData]) {
     let mut at = 0;
     for tensor in tensors {
         let end = at + tensor.bytes.len();
-        header.insert(tensor.name.clone(), json!({"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, end]}));
+        header.insert(
+            tensor.name.clone(),
+            json!({"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, end]}),
+        );
         at = end;
     }
     let data: Vec<u8> = tensors.iter().flat_map(|tensor| &tensor.bytes).copied().collect();
@@ -395,7 +418,8 @@ fn merges() -> Vec<(String, String)> {
     pairs("cmfwygpbvk", "aeioulr");
     pairs("cg", "h");
     pairs("Ġ", "Ġ");
-    merges.extend([("th", "e"), ("in", "g"), ("an", "d"), ("Ġt", "he"), ("Ġa", "nd")].map(|(a, b)| (a.into(), b.into())));
+    merges
+        .extend([("th", "e"), ("in", "g"), ("an", "d"), ("Ġt", "he"), ("Ġa", "nd")].map(|(a, b)| (a.into(), b.into())));
     merges
 }
 

@@ -1,5 +1,5 @@
-//! Quantised checkpoints and their plain copies: the same numbers, stored as codes and scales and as f32. Written from the formats'
-//! descriptions, independent of the loader under test. Each test binary uses a part of this module.
+//! Quantised checkpoints and their plain copies: the same numbers, stored as codes and scales and as f32. Written from
+//! the formats' descriptions, independent of the loader under test. Each test binary uses a part of this module.
 #![allow(dead_code)]
 use crate::support::{split_safetensors, write_json, write_safetensors, TensorData, T0};
 use half::bf16;
@@ -31,14 +31,20 @@ impl Scheme {
             })
         };
         match self {
-            Scheme::Fp8Block(rows, cols) => json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [rows, cols]}),
-            Scheme::Fp8Channel => compressed("float-quantized", json!({"num_bits": 8, "type": "float", "strategy": "channel"})),
-            Scheme::Fp8CompressedBlock(rows, cols) => {
-                compressed("float-quantized", json!({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [rows, cols]}))
+            Scheme::Fp8Block(rows, cols) => {
+                json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [rows, cols]})
             }
-            Scheme::Int4(cols) => {
-                compressed("pack-quantized", json!({"num_bits": 4, "type": "int", "strategy": "group", "group_size": cols}))
+            Scheme::Fp8Channel => {
+                compressed("float-quantized", json!({"num_bits": 8, "type": "float", "strategy": "channel"}))
             }
+            Scheme::Fp8CompressedBlock(rows, cols) => compressed(
+                "float-quantized",
+                json!({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [rows, cols]}),
+            ),
+            Scheme::Int4(cols) => compressed(
+                "pack-quantized",
+                json!({"num_bits": 4, "type": "int", "strategy": "group", "group_size": cols}),
+            ),
         }
     }
 
@@ -87,13 +93,27 @@ pub fn quantise(tensor: &TensorData, scheme: Scheme) -> (Vec<TensorData>, Tensor
     let two_bytes = !matches!(scheme, Scheme::Fp8Block(..));
     let round = |scale: f32| if two_bytes { bf16::from_f32(scale).to_f32() } else { scale };
     let scales: Vec<f32> = largest.iter().map(|largest| round(largest / most)).collect();
-    let stored_scales =
-        scales.iter().flat_map(|s| if two_bytes { bf16::from_f32(*s).to_le_bytes().to_vec() } else { s.to_le_bytes().to_vec() });
+    let stored_scales = scales.iter().flat_map(|s| {
+        if two_bytes {
+            bf16::from_f32(*s).to_le_bytes().to_vec()
+        } else {
+            s.to_le_bytes().to_vec()
+        }
+    });
     let base = tensor.name.strip_suffix(".weight").unwrap();
-    let part =
-        |name: &str, dtype, shape: &[usize], bytes| TensorData { name: format!("{base}.{name}"), dtype, shape: shape.to_vec(), bytes };
+    let part = |name: &str, dtype, shape: &[usize], bytes| TensorData {
+        name: format!("{base}.{name}"),
+        dtype,
+        shape: shape.to_vec(),
+        bytes,
+    };
     let scale_name = if let Scheme::Fp8Block(..) = scheme { "weight_scale_inv" } else { "weight_scale" };
-    let mut parts = vec![part(scale_name, if two_bytes { "BF16" } else { "F32" }, &[scale_rows, scale_cols], stored_scales.collect())];
+    let mut parts = vec![part(
+        scale_name,
+        if two_bytes { "BF16" } else { "F32" },
+        &[scale_rows, scale_cols],
+        stored_scales.collect(),
+    )];
     let mut numbers = vec![0f32; x.len()];
     if let Scheme::Int4(_) = scheme {
         let words = cols.div_ceil(8);
@@ -103,8 +123,18 @@ pub fn quantise(tensor: &TensorData, scheme: Scheme) -> (Vec<TensorData>, Tensor
             numbers[i] = q * scales[block(i)];
             packed[i / cols * words + i % cols / 8] |= ((q + 8.0) as u32) << (4 * (i % cols % 8));
         }
-        parts.push(part("weight_packed", "I32", &[rows, words], packed.iter().flat_map(|word| word.to_le_bytes()).collect()));
-        parts.push(part("weight_shape", "I64", &[2], [rows as i64, cols as i64].iter().flat_map(|n| n.to_le_bytes()).collect()));
+        parts.push(part(
+            "weight_packed",
+            "I32",
+            &[rows, words],
+            packed.iter().flat_map(|word| word.to_le_bytes()).collect(),
+        ));
+        parts.push(part(
+            "weight_shape",
+            "I64",
+            &[2],
+            [rows as i64, cols as i64].iter().flat_map(|n| n.to_le_bytes()).collect(),
+        ));
     } else {
         let codes: Vec<u8> = x.iter().enumerate().map(|(i, x)| nearest_e4m3(x / scales[block(i)])).collect();
         codes.iter().enumerate().for_each(|(i, code)| numbers[i] = e4m3(*code) * scales[block(i)]);
@@ -142,20 +172,28 @@ pub fn write_quantised(t0: &T0, scheme: Scheme, dir: &Path, plain: &Path) {
 pub fn read_tensors(path: &Path) -> Vec<TensorData> {
     let (header, data) = split_safetensors(path);
     let entries = header.as_object().unwrap().iter().filter(|(name, _)| *name != "__metadata__");
-    let numbers = |value: &Value| -> Vec<usize> { value.as_array().unwrap().iter().map(|n| n.as_u64().unwrap() as usize).collect() };
+    let numbers = |value: &Value| -> Vec<usize> {
+        value.as_array().unwrap().iter().map(|n| n.as_u64().unwrap() as usize).collect()
+    };
     let dtype = |name: &str| ["BF16", "F32", "F8_E4M3", "I32", "I64"].into_iter().find(|dtype| *dtype == name).unwrap();
     let mut tensors: Vec<TensorData> = entries
         .map(|(name, entry)| {
             let at = numbers(&entry["data_offsets"]);
             let dtype = dtype(entry["dtype"].as_str().unwrap());
-            TensorData { name: name.clone(), dtype, shape: numbers(&entry["shape"]), bytes: data[at[0]..at[1]].to_vec() }
+            TensorData {
+                name: name.clone(),
+                dtype,
+                shape: numbers(&entry["shape"]),
+                bytes: data[at[0]..at[1]].to_vec(),
+            }
         })
         .collect();
     tensors.sort_by(|a, b| a.name.cmp(&b.name));
     tensors
 }
 
-/// The plain copy of tensors with codes and scales in blocks of 128 x 128, or four bits in groups of 32; all numbers f32.
+/// The plain copy of tensors with codes and scales in blocks of 128 x 128, or four bits in groups of 32; all numbers
+/// f32.
 pub fn dequantise(tensors: &[TensorData]) -> Vec<TensorData> {
     let find = |name: String| tensors.iter().find(|t| t.name == name);
     let floats = |t: &TensorData| -> Vec<f32> {
@@ -170,7 +208,8 @@ pub fn dequantise(tensors: &[TensorData]) -> Vec<TensorData> {
             ("F8_E4M3", _) => {
                 let scales = floats(find(format!("{}_scale_inv", t.name)).unwrap());
                 let (cols, scale_cols) = (t.shape[1], t.shape[1].div_ceil(128));
-                let number = |(i, code): (usize, &u8)| e4m3(*code) * scales[i / cols / 128 * scale_cols + i % cols / 128];
+                let number =
+                    |(i, code): (usize, &u8)| e4m3(*code) * scales[i / cols / 128 * scale_cols + i % cols / 128];
                 (t.name.clone(), t.shape.clone(), t.bytes.iter().enumerate().map(number).collect())
             }
             (_, Some(name)) => {
@@ -183,7 +222,12 @@ pub fn dequantise(tensors: &[TensorData]) -> Vec<TensorData> {
             _ if t.name.ends_with("_scale") || t.name.ends_with("_scale_inv") || t.name.ends_with("_shape") => continue,
             _ => (t.name.clone(), t.shape.clone(), floats(t)),
         };
-        plain.push(TensorData { name, dtype: "F32", shape, bytes: numbers.iter().flat_map(|n| n.to_le_bytes()).collect() });
+        plain.push(TensorData {
+            name,
+            dtype: "F32",
+            shape,
+            bytes: numbers.iter().flat_map(|n| n.to_le_bytes()).collect(),
+        });
     }
     plain
 }

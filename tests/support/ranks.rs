@@ -1,4 +1,5 @@
-//! Models made on the spot for several ranks, and what holds for ranks of any number on any driver. Each test binary uses a part of this module.
+//! Models made on the spot for several ranks, and what holds for ranks of any number on any driver. Each test binary
+//! uses a part of this module.
 #![allow(dead_code)]
 use crate::support::T0;
 use serde_json::json;
@@ -18,13 +19,21 @@ use volley::model::weights::{claim, Table, Weights};
 
 /// Widths that divide by 8 and fewer KV heads than ranks; a vocabulary that does not divide.
 pub fn tiny8() -> T0 {
-    let t0 = T0::new().set("num_attention_heads", 16).set("num_key_value_heads", 2).set("head_dim", 64).set("num_hidden_layers", 2);
+    let t0 = T0::new()
+        .set("num_attention_heads", 16)
+        .set("num_key_value_heads", 2)
+        .set("head_dim", 64)
+        .set("num_hidden_layers", 2);
     t0.set("hidden_size", 128).set("intermediate_size", 256).set("vocab_size", 500).eos(json!(1)).set("bos_token_id", 0)
 }
 
 /// The same with heads that divide by 3, and biases in attention, of which the one behind a sum over ranks counts once.
 pub fn tiny3() -> T0 {
-    tiny8().set("num_attention_heads", 6).set("num_key_value_heads", 3).set("intermediate_size", 192).set("attention_bias", true)
+    tiny8()
+        .set("num_attention_heads", 6)
+        .set("num_key_value_heads", 3)
+        .set("intermediate_size", 192)
+        .set("attention_bias", true)
 }
 
 /// Distinct ids below 500.
@@ -68,7 +77,8 @@ pub fn setup(
     }
 }
 
-/// Every rank's steps against the reference's of the same rank, and the residual streams of all ranks against each other, whose bits are returned.
+/// Every rank's steps against the reference's of the same rank, and the residual streams of all ranks against each
+/// other, whose bits are returned.
 pub fn compute_alike(name: &str, conductor: &mut Conductor, dir: &Path) -> Vec<u32> {
     let here = dir.to_path_buf();
     let held = conductor.each("check", move |machine| {
@@ -94,9 +104,17 @@ pub fn compute_alike(name: &str, conductor: &mut Conductor, dir: &Path) -> Vec<u
     });
     let mut streams = streams.unwrap();
     let machine = conductor.first();
-    let sums = machine.plan(Pass::Verify { width: 4 }).steps.iter().filter(|step| matches!(step, Step::AllReduce { .. })).count();
+    let sums = machine
+        .plan(Pass::Verify { width: 4 })
+        .steps
+        .iter()
+        .filter(|step| matches!(step, Step::AllReduce { .. }))
+        .count();
     let expected = machine.config().n_layers * if machine.ranks().whole_attention { 1 } else { 2 };
-    assert!(sums == expected && streams[0].len() == sums * 13 * machine.config().hidden, "{name} on {count} ranks: {sums} sums");
+    assert!(
+        sums == expected && streams[0].len() == sums * 13 * machine.config().hidden,
+        "{name} on {count} ranks: {sums} sums"
+    );
     assert!(streams.iter().all(|bits| *bits == streams[0]), "{name} on {count} ranks: the streams differ");
     streams.swap_remove(0)
 }

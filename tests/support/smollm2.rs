@@ -6,7 +6,8 @@ pub fn data(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
 }
 
-/// The directory of SmolLM2, or a line that says why the test is skipped (past the capture of cargo test, so that CI can count it).
+/// The directory of SmolLM2, or a line that says why the test is skipped (past the capture of cargo test, so that CI
+/// can count it).
 pub fn smollm2() -> Option<PathBuf> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/smollm2-135m-instruct");
     if dir.join("MANIFEST.json").exists() {
