@@ -16,9 +16,13 @@ use support::{
 };
 use tempfile::{tempdir, TempDir};
 use volley::model::checkpoint::{self, Checkpoint, Dtype, Read, PIECE_BYTES};
-use volley::model::config::{Config, RopeScaling};
+use volley::model::claim::{claim, claim_mtp};
+use volley::model::config::Config;
 use volley::model::draft::DraftModel;
-use volley::model::weights::{claim, claim_mtp, Fuse, Role, Slice, Split, Table, WeightId, Weights};
+use volley::model::role::{Role, WeightId};
+use volley::model::rope::RopeScaling;
+use volley::model::table::Table;
+use volley::model::weights::{Fuse, Slice, Split, Weights};
 
 fn made(model: T0) -> TempDir {
     let dir = tempdir().unwrap();
@@ -452,7 +456,7 @@ fn rope_tables_equal_those_of_an_independent_program() {
             if let Some(factor) = case["scaling"]["factor"].as_f64() {
                 has(&shown, &[&format!("factor {factor}")]);
                 // The tables tell scaled from plain.
-                let plain = volley::model::config::Rope { scaling: RopeScaling::Default, ..config.rope };
+                let plain = volley::model::rope::Rope { scaling: RopeScaling::Default, ..config.rope };
                 assert_ne!(plain.inverse_frequencies(dim), table);
             }
         }

@@ -23,11 +23,13 @@ use tempfile::TempDir;
 use volley::cpu::Reference;
 use volley::decode::{Drafting, Engine, Flow, Request, Sampling};
 use volley::model::checkpoint::{self, Checkpoint, Read};
+use volley::model::claim::claim;
 use volley::model::config::Config;
 use volley::model::draft::DraftModel;
 use volley::model::draft_vocab;
 use volley::model::plan::{self, Pass, Ranks};
-use volley::model::weights::{claim, Table, Weights};
+use volley::model::table::Table;
+use volley::model::weights::Weights;
 use volley::text::{ChatOptions, ChatTemplate, Message, Tokenizer};
 
 #[global_allocator]

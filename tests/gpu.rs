@@ -40,10 +40,11 @@ use volley::gpu::ranks::Conductor;
 use volley::gpu::shim::Shim;
 use volley::gpu::weights::Source;
 use volley::model::checkpoint::{Checkpoint, Read};
+use volley::model::claim::claim;
 use volley::model::config::Config;
 use volley::model::draft::DraftModel;
 use volley::model::plan::{Owner, Pass};
-use volley::model::weights::{claim, Table};
+use volley::model::table::Table;
 use volley::text::Message;
 
 /// Logits may be off f32 by this much of what transformers' own bf16 run is off.

@@ -29,10 +29,12 @@ use volley::gpu::machine::{Machine, Options, Slice};
 use volley::gpu::shim::Shim;
 use volley::gpu::weights::{Layout, Source};
 use volley::model::checkpoint::{Checkpoint, Read};
+use volley::model::claim::claim;
 use volley::model::config::Config;
 use volley::model::draft::DraftModel;
 use volley::model::plan::{self, Owner, Pass, Ranks, Step};
-use volley::model::weights::{claim, Table, Weights};
+use volley::model::table::Table;
+use volley::model::weights::Weights;
 
 fn model(name: &str) -> (Config, Weights) {
     open(&Path::new("tests/data/tiny").join(name))

@@ -16,9 +16,11 @@ use volley::gpu::device::{Driver, Gpu, Info, Launch, Raw};
 use volley::gpu::kernels::Kernels;
 use volley::gpu::weights::{Layout, Source};
 use volley::model::checkpoint::{Checkpoint, Read};
+use volley::model::claim::claim;
 use volley::model::config::Config;
 use volley::model::plan::{self, Pass, Ranks};
-use volley::model::weights::{claim, Table, Weights};
+use volley::model::table::Table;
+use volley::model::weights::Weights;
 
 /// Addresses that nobody reads; bytes of uploads, where they are kept, in their order.
 struct Sink {

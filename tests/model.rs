@@ -13,9 +13,12 @@ use std::path::{Path, PathBuf};
 use volley::cpu::Reference;
 use volley::decode::{Drafting, Engine, Flow, Request, Sampling};
 use volley::model::checkpoint::{Checkpoint, Read};
-use volley::model::config::{Config, RopeScaling, Routing};
+use volley::model::claim::claim;
+use volley::model::config::{Config, Routing};
 use volley::model::plan::{Owner, Pass, Step, MAX_WIDTH};
-use volley::model::weights::{claim, Role, Table};
+use volley::model::role::Role;
+use volley::model::rope::RopeScaling;
+use volley::model::table::Table;
 
 /// Largest error of a logit or hidden state of the tiny models; their logits have a standard deviation of about 3.
 const TINY_TOLERANCE: f32 = 1e-4;

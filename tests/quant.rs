@@ -13,9 +13,12 @@ use support::{shard_name, write_json, write_safetensors, TensorData, T0};
 use tempfile::{tempdir, TempDir};
 use volley::cpu::Reference;
 use volley::model::checkpoint::{Checkpoint, Read};
+use volley::model::claim::claim;
 use volley::model::config::Config;
 use volley::model::plan::Pass;
-use volley::model::weights::{claim, Role, Slice, Table, WeightId, Weights};
+use volley::model::role::{Role, WeightId};
+use volley::model::table::Table;
+use volley::model::weights::{Slice, Weights};
 
 fn tiny(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny").join(name)

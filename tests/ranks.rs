@@ -31,10 +31,12 @@ use volley::gpu::links::{Collectives, Measure};
 use volley::gpu::ranks::{Conductor, LastResort, Setup};
 use volley::gpu::weights::{Layout, Source};
 use volley::model::checkpoint::{Checkpoint, Read, Tensor};
+use volley::model::claim::claim;
 use volley::model::config::Config;
 use volley::model::draft::DraftModel;
 use volley::model::plan::{Pass, Ranks, Step};
-use volley::model::weights::{claim, vocab_rows, Slice, Table};
+use volley::model::table::Table;
+use volley::model::weights::{vocab_rows, Slice};
 
 fn reference(dir: &Path, count: usize) -> Reference {
     reference_of(dir, Ranks::new(count - 1, count))

@@ -30,10 +30,12 @@ use volley::decode::{
     StepTime, MAX_DRAFTS,
 };
 use volley::model::checkpoint::{Checkpoint, Read};
+use volley::model::claim::claim;
 use volley::model::config::Config;
 use volley::model::draft::DraftModel;
 use volley::model::plan::{Owner, Pass, Step};
-use volley::model::weights::{claim, Table, Weights};
+use volley::model::table::Table;
+use volley::model::weights::Weights;
 
 // ---- what a drafter computes
 

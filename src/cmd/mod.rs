@@ -21,12 +21,14 @@ pub use crate::gpu::params::COMM_MAX_RANKS;
 use crate::gpu::ranks::{Conductor, LastResort, Setup};
 use crate::gpu::{self, comm, machine, nccl, weights::Source};
 use crate::model::checkpoint::{Checkpoint, Dtype, Read};
+use crate::model::claim::claim;
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
 use crate::model::draft_vocab;
 pub use crate::model::plan::Ranks;
 use crate::model::plan::{self, Pass, Plan, Storage};
-use crate::model::weights::{self, Table, Weights};
+use crate::model::table::Table;
+use crate::model::weights::Weights;
 pub use crate::text::shielded;
 use crate::text::Tokenizer;
 use anyhow::{bail, ensure, Context, Result};
@@ -206,7 +208,7 @@ impl Model {
             bail!("--fp8-dense: the CPU backend computes with weights as they are stored; use --device cuda");
         }
         let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
-        let weights = checkpoint.as_ref().map(|checkpoint| weights::claim(&table, &config, checkpoint)).transpose()?;
+        let weights = checkpoint.as_ref().map(|checkpoint| claim(&table, &config, checkpoint)).transpose()?;
         let stored = checkpoint.as_ref().map_or("random weights".to_string(), Checkpoint::to_string);
         let draft = options.draft.clone().unwrap_or_else(|| default_draft(dir, !options.random));
         let stored_target = weights.as_ref().zip(checkpoint.as_ref());

@@ -4,7 +4,8 @@
 use super::dot::{self, Numbers};
 use super::reference::{attend, Cache, DraftState, Rank, Rotary, Rows};
 use crate::model::plan::{LatentAttention, Owner, Plan};
-use crate::model::weights::{Role, Weight, Weights};
+use crate::model::role::Role;
+use crate::model::weights::{Weight, Weights};
 use anyhow::Result;
 use rayon::prelude::*;
 

@@ -9,14 +9,16 @@ use super::dot::{self, Numbers};
 use crate::decode::policy::Costs;
 use crate::decode::sample::{greedy, gumbel};
 use crate::decode::{draft_ngram, Backend, Counters, Limits, Record, Sampling, Sequence, StepTime, MAX_DRAFTS};
-use crate::model::config::{Config, Rope};
+use crate::model::config::Config;
 use crate::model::draft::DraftModel;
 use crate::model::plan::{
     self, Attention, BufferId, BufferKind, Epilogue, Linear, Owner, Pass, Plan, Ranks, Step, Storage, Tokens,
 };
 use crate::model::plan::{Tap, FEATURE_ROWS, MAX_WIDTH};
-use crate::model::quant::check_scales;
-use crate::model::weights::{Slice, Weight, WeightId, Weights};
+use crate::model::role::WeightId;
+use crate::model::rope::Rope;
+use crate::model::weights::check_scales;
+use crate::model::weights::{Slice, Weight, Weights};
 use anyhow::{bail, Context, Result};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, VecDeque};
@@ -611,11 +613,7 @@ impl Rank {
 
     fn linear(&mut self, weights: &Weights, plan: &Plan, linear: &Linear, at: Rows) -> Result<BufferId> {
         let weight = weights.get(linear.weight);
-        let (Epilogue::Store { out }
-        | Epilogue::SiluMul { out }
-        | Epilogue::Residual { x: out, .. }
-        | Epilogue::Partial { out }
-        | Epilogue::Logits { out }) = linear.epilogue;
+        let out = linear.epilogue.out();
         let rows = at.count(plan.buffer(out).rows);
         let inputs: Vec<Scaled> =
             linear.inputs.iter().map(|i| self.scaled_input(plan, i.x, 0, i.dim, i.norm, at, rows)).collect();

@@ -8,13 +8,14 @@ use super::device::{Gpu, Kernel, Launch, Memory, Params};
 use super::params::*;
 use crate::decode::draft_ngram::{MAX_NGRAM, MIN_NGRAM};
 use crate::decode::MAX_DRAFTS;
-use crate::model::config::{Latent, Rope, Scoring};
+use crate::model::config::{Latent, Scoring};
 use crate::model::plan::{
     Attention, BufferId, BufferKind, Epilogue, Input, KvLayout, LatentAttention, Linear, Mixture, Owner, Pass, Plan,
     Router, Step, Tap, Tokens, FEATURE_ROWS, MAX_WIDTH,
 };
 use crate::model::quant::{Block, Format};
-use crate::model::weights::{Role, WeightId};
+use crate::model::role::{Role, WeightId};
+use crate::model::rope::Rope;
 use crate::state_offset;
 use anyhow::{bail, ensure, Context, Result};
 use bytemuck::Zeroable;
@@ -580,41 +581,29 @@ pub fn norms(plan: &Plan) -> Norms {
     let mut norms = Norms { next: vec![None; plan.steps.len()], apart: BTreeSet::new() };
     let mut writer: BTreeMap<BufferId, usize> = BTreeMap::new();
     for (i, step) in plan.steps.iter().enumerate() {
-        match step {
-            Step::Embed { out, .. } | Step::AllReduce { x: out, .. } => {
-                writer.insert(*out, i);
-            }
-            Step::Linear(l) => {
-                for (j, input) in l.inputs.iter().enumerate() {
-                    norms.read(i, j, input, &writer);
-                }
-                match l.epilogue {
-                    Epilogue::Store { out } | Epilogue::Residual { x: out, .. } => {
-                        writer.insert(out, i);
-                    }
-                    Epilogue::SiluMul { .. } | Epilogue::Partial { .. } | Epilogue::Logits { .. } => {}
-                }
-            }
-            Step::Router(Router { input, .. }) | Step::ExpertsUp(Mixture { input, .. }) => {
-                norms.read(i, 0, input, &writer)
-            }
-            Step::ExpertsDown(m) => {
-                if let Epilogue::Residual { x, .. } = m.epilogue {
-                    writer.insert(x, i);
-                }
-            }
-            Step::Norm { out, .. } | Step::Select { out, .. } => {
-                writer.remove(out);
-            }
-            Step::Attention(_)
-            | Step::LatentQuery(_)
-            | Step::LatentAttend(_)
-            | Step::LatentValue(_)
-            | Step::Accept { .. }
-            | Step::DraftToken { .. } => {}
+        for (j, input) in step.inputs().iter().enumerate() {
+            norms.read(i, j, input, &writer);
+        }
+        let Some(out) = step.output() else { continue };
+        if prepares(step) {
+            writer.insert(out, i);
+        } else {
+            writer.remove(&out);
         }
     }
     norms
+}
+
+/// Whether a step can also write its output times a norm weight.
+fn prepares(step: &Step) -> bool {
+    match step {
+        Step::Embed { .. } | Step::AllReduce { .. } => true,
+        Step::Linear(Linear { epilogue, .. }) => {
+            matches!(epilogue, Epilogue::Store { .. } | Epilogue::Residual { .. })
+        }
+        Step::ExpertsDown(Mixture { epilogue, .. }) => matches!(epilogue, Epilogue::Residual { .. }),
+        _ => false,
+    }
 }
 
 /// What a request asks of the sampling kernels. Each gives the same token as those below where it applies, in fewer
@@ -950,11 +939,7 @@ impl Launcher<'_> {
 
     fn linear(&self, step: usize, linear: &Linear) -> Result<()> {
         let (plan, arena) = (self.plan, self.arena);
-        let (Epilogue::Store { out }
-        | Epilogue::SiluMul { out }
-        | Epilogue::Residual { x: out, .. }
-        | Epilogue::Partial { out }
-        | Epilogue::Logits { out }) = linear.epilogue;
+        let out = linear.epilogue.out();
         let rows = self.rows_of(out);
         let n_rows = self.n_rows(rows)?;
         let matrix = &arena.matrices[&linear.weight];

@@ -17,11 +17,10 @@ use crate::decode::{Backend, Counters, End, Limits, Record, Sampling, StepTime, 
 use crate::error::{internal, machine};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
-use crate::model::plan::{
-    self, BufferId, BufferKind, Epilogue, Linear, Mixture, Owner, Pass, Plan, Ranks, Shard, Step,
-};
+use crate::model::plan::{self, BufferKind, Owner, Pass, Plan, Ranks, Shard, Step};
 use crate::model::plan::{Storage, FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS};
-use crate::model::weights::{Role, Weight, WeightId};
+use crate::model::role::{Role, WeightId};
+use crate::model::weights::Weight;
 use anyhow::{bail, Context, Result};
 use bytemuck::Zeroable;
 use half::bf16;
@@ -242,16 +241,10 @@ impl Machine {
         let mut n_experts = 0;
         for (plan, _) in plans.values() {
             for step in &plan.steps {
-                let inputs = match step {
-                    Step::Linear(linear) => &linear.inputs[..],
-                    Step::Router(router) => {
-                        n_experts = n_experts.max(router.routing.n_experts);
-                        std::slice::from_ref(&router.input)
-                    }
-                    Step::ExpertsUp(mixture) => std::slice::from_ref(&mixture.input),
-                    _ => continue,
-                };
-                let normed = inputs.iter().filter(|i| i.norm.is_some());
+                if let Step::Router(router) = step {
+                    n_experts = n_experts.max(router.routing.n_experts);
+                }
+                let normed = step.inputs().iter().filter(|i| i.norm.is_some());
                 normed_dims.extend(normed.map(|i| (plan.buffer(i.x).name, plan.buffer(i.x).dim)));
             }
         }
@@ -624,7 +617,7 @@ impl Machine {
         self.place(pass, tokens, position)?;
         let launcher = self.launcher(pass, self.chunks(pass, position + tokens.len()), Choice::Greedy);
         for (i, step) in launcher.plan.steps.iter().enumerate() {
-            let Some(out) = output(step) else { continue };
+            let Some(out) = step.output() else { continue };
             launcher.step(i).with_context(|| format!("step {}", step.name()))?;
             if let Step::LatentAttend(_) = step {
                 launcher.step(i + 1)?; // folds what was attended to
@@ -839,28 +832,6 @@ fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>, ranks
         }
     }
     Ok(aliases)
-}
-
-/// What a step writes; None for steps that choose tokens.
-fn output(step: &Step) -> Option<BufferId> {
-    match step {
-        Step::Embed { out, .. } | Step::Norm { out, .. } | Step::Select { out, .. } => Some(*out),
-        Step::Attention(a) => Some(a.out),
-        Step::LatentQuery(a) => Some(a.absorbed),
-        Step::LatentAttend(a) => Some(a.attended),
-        Step::LatentValue(a) => Some(a.out),
-        Step::Router(r) => Some(r.routes),
-        Step::ExpertsUp(m) => Some(m.act),
-        Step::AllReduce { x, .. } => Some(*x),
-        Step::ExpertsDown(Mixture { epilogue, .. }) | Step::Linear(Linear { epilogue, .. }) => match *epilogue {
-            Epilogue::Store { out }
-            | Epilogue::SiluMul { out }
-            | Epilogue::Partial { out }
-            | Epilogue::Logits { out } => Some(out),
-            Epilogue::Residual { x, .. } => Some(x),
-        },
-        Step::Accept { .. } | Step::DraftToken { .. } => None,
-    }
 }
 
 impl Drop for Machine {

@@ -7,7 +7,8 @@ use super::params::{FillCodesParams, FillParams, RepackCodesParams, RepackParams
 use crate::model::checkpoint::{Dtype, Tensor};
 use crate::model::plan::{Epilogue, Plan, Ranks, Step};
 use crate::model::quant::{Block, Format, E4M3};
-use crate::model::weights::{Role, Slice, Weight, WeightId, Weights};
+use crate::model::role::{Role, WeightId};
+use crate::model::weights::{Slice, Weight, Weights};
 use anyhow::{bail, ensure, Result};
 use half::{bf16, f16};
 use rayon::prelude::*;

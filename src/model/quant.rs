@@ -2,14 +2,13 @@
 //! out. Which matrices are quantised is decided here, from the config alone, so that a plan knows it without a
 //! checkpoint; weights.rs then refuses tensors that are stored in another way. The arithmetic of a stored number is in
 //! cpu/dot.rs and the kernels.
-use super::config::Keys;
-use super::weights::{Role, Weights};
+use super::checkpoint::{Dtype, Tensor};
+use super::keys::Keys;
+use super::role::Role;
 use anyhow::{bail, ensure, Context, Result};
 use half::{bf16, f16};
 use serde_json::Value;
 use std::fmt;
-
-use super::checkpoint::{Dtype, Tensor};
 
 /// How the numbers of a matrix [rows, cols] are stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -339,19 +338,6 @@ fn ignored(keys: &mut Keys, key: &str) -> Result<Vec<Kind>> {
         }
     }
     Ok(plain)
-}
-
-/// Every scale must be a finite number above zero: zero, infinity or NaN is a file that was not written to its end, or
-/// not by a quantiser. The tensors must be in memory.
-pub fn check_scales(weights: &Weights) -> Result<()> {
-    for (_, weight) in weights.iter() {
-        for scale in &weight.scales {
-            if let Some((i, bad)) = floats(scale)?.into_iter().enumerate().find(|(_, s)| !(s.is_finite() && *s > 0.0)) {
-                bail!("{} in {}: expected scales above zero, found {bad} at {i}", scale.name, scale.file);
-            }
-        }
-    }
-    Ok(())
 }
 
 /// A tensor in memory as f32.

@@ -8,7 +8,8 @@ use std::path::Path;
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::config::Config;
 use volley::model::draft::DraftModel;
-use volley::model::weights::{Table, Weights};
+use volley::model::table::Table;
+use volley::model::weights::Weights;
 
 pub struct D0 {
     pub config: Map<String, Value>,

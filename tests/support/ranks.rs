@@ -12,10 +12,12 @@ use volley::gpu::links::Collectives;
 use volley::gpu::machine::Options;
 use volley::gpu::ranks::{Conductor, LastResort, Setup};
 use volley::model::checkpoint::{Checkpoint, Read};
+use volley::model::claim::claim;
 use volley::model::config::Config;
 use volley::model::draft::DraftModel;
 use volley::model::plan::{Pass, Step};
-use volley::model::weights::{claim, Table, Weights};
+use volley::model::table::Table;
+use volley::model::weights::Weights;
 
 /// Widths that divide by 8 and fewer KV heads than ranks; a vocabulary that does not divide.
 pub fn tiny8() -> T0 {
