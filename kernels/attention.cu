@@ -35,10 +35,7 @@ namespace {
 constexpr int kStep = kAttentionStep;
 constexpr int kTiles = kStep / 8;
 constexpr uint32_t kOnes = 0x3f803f80u;  // two bf16
-#ifndef FINE_COLUMNS
-  #define FINE_COLUMNS 2048
-#endif
-constexpr int kFineColumns = FINE_COLUMNS;
+constexpr int kFineColumns = 2048;
 
 // ---- the state of a softmax, for the two columns g and g+8 of a lane ----
 struct Factors {

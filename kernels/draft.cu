@@ -28,16 +28,15 @@ KERNEL(draft_choose, DraftParams, kDraftThreads) {
   __shared__ unsigned flag;
   State& s = *p.state;
   if (s.done || (o.temperature == 0 && blockIdx.x != 0)) return;
-  const int row = p.row >= 0 ? p.row : max(s.emitted, 1) - 1, position = s.history_length + p.index;
-  const float* logits = p.logits + (size_t)row * p.stride;
-  u64 best = block_max(head_max(p.max_value, p.max_id, p.n_max, row, threadIdx.x, kDraftThreads), warp_best);
+  const int position = s.history_length + p.index;
+  u64 best = block_max(head_max(p.max_value, p.max_id, p.n_max, 0, threadIdx.x, kDraftThreads), warp_best);
   const float max_logit = value_of(best);
   if (o.temperature != 0) {
     float bound = -3.14f;
     best = 0;
     for (int i = blockIdx.x * kDraftThreads + threadIdx.x; i < p.vocab; i += gridDim.x * kDraftThreads) {
       const unsigned id = p.target_ids ? p.target_ids[i] : i;
-      const float z = __fdiv_rn(__fsub_rn(logits[i], max_logit), o.temperature);
+      const float z = __fdiv_rn(__fsub_rn(p.logits[i], max_logit), o.temperature);
       const unsigned bits = noise_bits_of(o.seed, position, id);
       if (!((float)bits * (1.0f / 4294967296.0f) < 1.01f * exp2f((z - bound) * 1.44269504f))) continue;
       const float score = __fadd_rn(z, noise(bits));

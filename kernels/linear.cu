@@ -131,11 +131,6 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   pdl_wait();
   const int end_tile = kParts == 1 && p.first_row && *p.n_rows <= p.first_row ? 0 : n_tiles;
 
-  int row_shift = 0;
-  if (p.last_row) {
-    row_shift = *p.n_rows - 1;
-    if (kParts == 1) x[0] += (size_t)row_shift * p.part[0].x_stride;
-  }
   int buffer_offset = 0;
 
   for (int tile = blockIdx.x; tile < end_tile; tile += gridDim.x) {
@@ -156,7 +151,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
         for (int j = 0; j < kRowsAWarp; j++) {
           const int m = warp + j * kWarps;
           if (m >= p.rows) continue;
-          const float* squares = part.squares + (size_t)(row_shift + m) * ((part.x_stride + 15) / 16) + lane;
+          const float* squares = part.squares + (size_t)m * ((part.x_stride + 15) / 16) + lane;
 #pragma unroll 1
           for (int tile = 0; tile < tiles; tile += 256) {  // 8 loads at once: they come from L2
             float v[8];

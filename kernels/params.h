@@ -60,10 +60,8 @@ enum {
   RECORD_COUNT = 0,     // tokens chosen
   RECORD_ACCEPTED = 1,  // drafts kept
   RECORD_REASON = 2,    // STOP_*
-  RECORD_LENGTH = 3,    // State.length after the pass
-  RECORD_FIRST = 4,     // where in the history the first of them is
-  RECORD_DRAFTS = 5,    // drafts that were verified
-  RECORD_MATCH = 6,     // n-gram match length; written by ngram_draft alone, so absent without it
+  RECORD_DRAFTS = 3,    // drafts that were verified
+  RECORD_MATCH = 4,     // n-gram match length; written by ngram_draft alone, so absent without it
   RECORD_TOKENS = 8     // the tokens, up to 16
 };
 
@@ -182,8 +180,7 @@ struct LinearParams {
   float* logits;          // [rows][out_stride]
   float* max_value;       // [rows][gridDim.x] or null
   int* max_id;            // [rows][gridDim.x]: lowest n with that value
-  const int* n_rows;      // rows in use, on the device (State.rows), or null: `rows`. linear_m*: read for last_row and
-                          // first_row only
+  const int* n_rows;  // rows in use, on the device (State.rows), or null: `rows`. linear_m*: read for first_row only
   const float* row_scales;  // [n_tiles * 16] in the order of tiles: linear_*_fp8_rows
   int n_parts;              // 1 or 2
   int n;                    // outputs; rows of weights beyond it are padding
@@ -192,13 +189,11 @@ struct LinearParams {
   int epilogue;             // Epilogue
   int out_stride;
   int tap_stride;
-  int last_row;   // 1: the only row is the last in use, n_rows - 1 of x; its output is row 0. Not linear_two
   int first_row;  // linear_m*: row 0 is this row of the pass; a launch behind the rows in use leaves at once. 0:
                   // nothing is looked at
-  int pad;
 };
 static_assert(sizeof(LinearPart) == 56, "twin in Rust");
-static_assert(sizeof(LinearParams) == 248, "twin in Rust");
+static_assert(sizeof(LinearParams) == 240, "twin in Rust");
 
 // ---- norm.cu ----
 struct NormParams {
@@ -288,14 +283,14 @@ struct RepackCodesParams {
   int scale_bf16;
   int block_rows;  // rows and columns of the tensor that share a scale
   int block_cols;
-  int first_row;  // of the tensor: source row 0, and column 0 of the source
-  int first_col;
-  int order;  // RowOrder
+  int first_row;  // of the tensor: source row 0
+  int order;      // RowOrder
   int n_source_rows;
   int rows;
   int row_offset;
   int k;
   int k_blocks;
+  int pad;
 };
 static_assert(sizeof(RepackCodesParams) == 88, "twin in Rust");
 // fill_codes: codes from a hash, for random weights: e4m3 up to 1.875 in magnitude, or -7 to 7; tile scales and those
@@ -375,24 +370,22 @@ struct DraftScratch {
 };
 static_assert(sizeof(DraftScratch) == 16, "DraftScratch");
 
-// For draft_choose: grid (any number of blocks, best ceil(vocab / 256)), 256 threads. One draft from one row of the
-// drafter's logits.
+// For draft_choose: grid (any number of blocks, best ceil(vocab / 256)), 256 threads. One draft from the drafter's
+// logits.
 struct DraftParams {
-  const float* logits;  // [rows][stride]
+  const float* logits;  // [vocab]
   State* state;
   const SamplingParams* options;
   DraftScratch* scratch;
   const int* target_ids;   // [vocab], the target's id of each draft id, ascending; null: the same ids
-  const float* max_value;  // [rows][n_max]: LinearParams::max_value and max_id of the drafter's head
+  const float* max_value;  // [n_max]: LinearParams::max_value and max_id of the drafter's head
   const int* max_id;
   int vocab;
-  int stride;
-  int row;       // row of logits; -1: the row of the last emitted token, emitted - 1
   int index;     // which draft this is: 0, 1, ..
   int n_drafts;  // how many this graph makes; after the last State.n_drafts and rows are set
   int n_max;
 };
-static_assert(sizeof(DraftParams) == 80, "DraftParams");
+static_assert(sizeof(DraftParams) == 72, "DraftParams");
 
 // Where the rows of a draft pass stand; device memory, written by draft_begin at the start of each.
 struct DraftRows {

@@ -31,7 +31,7 @@ __device__ __forceinline__ void repack_body(const RepackParams& p) {
 }
 
 __device__ __forceinline__ float scale_of(const RepackCodesParams& p, int row, int k) {
-  const size_t at = (size_t)((p.first_row + row) / p.block_rows) * p.scale_stride + (p.first_col + k) / p.block_cols;
+  const size_t at = (size_t)((p.first_row + row) / p.block_rows) * p.scale_stride + k / p.block_cols;
   return p.scale_bf16 ? __bfloat162float(static_cast<const bf16*>(p.scales)[at])
                       : static_cast<const float*>(p.scales)[at];
 }

@@ -398,11 +398,12 @@ __device__ __forceinline__ void find_cut(const SampleParams& p, const SamplingPa
   __syncthreads();
 }
 
+constexpr int kRecordWords = 4;  // of every pass: RECORD_COUNT to RECORD_DRAFTS
 // A pass that chooses nothing: its record says so. One thread.
 __device__ __forceinline__ void record_idle_pass(State* s, u64* ring) {
   s->pass++;
-  const unsigned words[] = {0, 0, (unsigned)s->reason, (unsigned)s->length, (unsigned)s->history_length, 0};
-  for (int i = 0; i < 6; i++) write_record(ring, s->pass, i, words[i]);
+  const unsigned words[] = {0, 0, (unsigned)s->reason, 0};
+  for (int i = 0; i < kRecordWords; i++) write_record(ring, s->pass, i, words[i]);
 }
 
 }  // namespace
@@ -728,12 +729,11 @@ KERNEL(sample_accept, SampleParams, kThreads) {
     atomicAdd(&p.counts[token[tid]], 1u);
     write_record(p.ring, s.pass, RECORD_TOKENS + tid, (unsigned)token[tid]);
   }
-  if (tid >= 32 && tid < 38) {  // another warp writes the other words
-    const unsigned words[] = {(unsigned)s.emitted, (unsigned)s.accepted, (unsigned)s.reason,
-                              (unsigned)s.length,  (unsigned)first,      (unsigned)(n_rows - 1)};
+  if (tid >= 32 && tid < 32 + kRecordWords) {  // another warp writes the other words
+    const unsigned words[] = {(unsigned)s.emitted, (unsigned)s.accepted, (unsigned)s.reason, (unsigned)(n_rows - 1)};
     unsigned word = words[0];
 #pragma unroll
-    for (int i = 1; i < 6; i++) word = tid - 32 == i ? words[i] : word;
+    for (int i = 1; i < kRecordWords; i++) word = tid - 32 == i ? words[i] : word;
     write_record(p.ring, s.pass, tid - 32, word);
   }
 }

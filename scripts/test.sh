@@ -8,7 +8,7 @@ exec </dev/null
 if [ -n "${CI:-}" ]; then
   cache=${XDG_CACHE_HOME:-$HOME/.cache}/volley
   export CUDA_TOOLCHAIN_DIR=${CUDA_TOOLCHAIN_DIR:-$cache/cuda} CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$cache/target}
-  export CARGO_DENY_DIR=${CARGO_DENY_DIR:-$cache/deny}
+  export CARGO_DENY_DIR=${CARGO_DENY_DIR:-$cache/deny} CLANG_FORMAT_DIR=${CLANG_FORMAT_DIR:-$cache/clang-format}
 fi
 log=$(mktemp)
 stage="start"
@@ -20,6 +20,11 @@ run() { # name, command...
   echo "== $stage: $*"
   "$@"
   echo "== $stage: $((SECONDS - start)) s"
+}
+
+format() {
+  cargo fmt --check
+  scripts/clang_format.sh 2>&1 | tee -a "$log"
 }
 
 crates() { scripts/deny.sh 2>&1 | tee -a "$log"; }
@@ -34,7 +39,7 @@ answer() {
   [[ $answer == *Paris* ]]
 }
 
-run format cargo fmt --check
+run format format
 run model python3 scripts/fetch_smollm2.py
 run compiler scripts/cuda-toolchain.sh
 run lint cargo clippy --all-targets -- -D warnings

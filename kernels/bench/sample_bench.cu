@@ -284,8 +284,7 @@ int main() {
     d.max_value = device(max_value);
     d.max_id = device(max_id);
     d.n_max = 250;
-    d.vocab = d.stride = 32000;
-    d.row = -1;
+    d.vocab = 32000;
     d.n_drafts = 3;
     d.options = device(std::vector<SamplingParams>(1, o));
     std::printf("draft_choose, 32000 ids, greedy: %.2f us\n",

@@ -39,9 +39,9 @@ struct Maxima {
       }
   }
   template <class P>
-  void give(P& p) const {
-    p.max_value = value.data();
-    p.max_id = id.data();
+  void give(P& p, int row = 0) const {
+    p.max_value = value.data() + row * n;
+    p.max_id = id.data() + row * n;
     p.n_max = n;
   }
 };
@@ -51,54 +51,49 @@ static void test_choose() {
   for (float temperature : {0.0f, 0.8f, 1.7f})
     for (int vocab : {1, 128, 500, 3000})
       for (int blocks : {1, 3})
-        for (int emitted : {0, 1, 4})
-          for (int mapped = 0; mapped < 2; mapped++) {
-            SamplingParams o = plain_options(temperature);
-            State s{};
-            s.history_length = 57;
-            s.length = 56;
-            s.emitted = emitted;
-            s.n_output = 3;
-            s.rows = 1;
-            DraftScratch scratch{};
-            auto l = numbers((size_t)5 * (vocab + 3), chance(), 4);
-            for (auto& x : l) x = std::round(x * 8) / 8;  // ties
-            if (vocab > 1) l[chance() % vocab] = NAN;     // a broken drafter must not break the pass
-            std::vector<int> ids(vocab);
-            for (int i = 0; i < vocab; i++) ids[i] = mapped ? 3 * i + 1 : i;
-            DraftParams p{};
-            p.logits = l.data();
-            p.state = &s;
-            p.options = &o;
-            p.scratch = &scratch;
-            p.target_ids = mapped ? ids.data() : nullptr;
-            p.vocab = vocab;
-            p.stride = vocab + 3;
-            p.n_drafts = 3;
-            const Maxima maxima(l, 5, vocab, p.stride);
-            maxima.give(p);
-            bool ok = true;
-            for (p.index = 0; p.index < 3; p.index++) {
-              p.row = p.index == 0 ? -1 : p.index;
-              const float* row = l.data() + (size_t)(p.row < 0 ? std::max(emitted, 1) - 1 : p.row) * p.stride;
-              run("draft_choose", dim3(blocks), 256, p);
-              int want = 0;
-              double top = -1e30;
-              for (int i = 0; i < vocab; i++) {
-                if (row[i] != row[i]) continue;
-                const double u = (noise_bits_of(o.seed, 57 + p.index, ids[i]) + 0.5) / 4294967296.0;
-                const double score = temperature == 0 ? row[i] : row[i] / temperature - std::log(-std::log1p(-u));
-                if (score > top) {
-                  top = score;
-                  want = ids[i];
-                }
+        for (int mapped = 0; mapped < 2; mapped++) {
+          SamplingParams o = plain_options(temperature);
+          State s{};
+          s.history_length = 57;
+          s.length = 56;
+          s.n_output = 3;
+          s.rows = 1;
+          DraftScratch scratch{};
+          auto l = numbers((size_t)3 * vocab, chance(), 4);  // of three drafts
+          for (auto& x : l) x = std::round(x * 8) / 8;       // ties
+          if (vocab > 1) l[chance() % vocab] = NAN;          // a broken drafter must not break the pass
+          std::vector<int> ids(vocab);
+          for (int i = 0; i < vocab; i++) ids[i] = mapped ? 3 * i + 1 : i;
+          DraftParams p{};
+          p.state = &s;
+          p.options = &o;
+          p.scratch = &scratch;
+          p.target_ids = mapped ? ids.data() : nullptr;
+          p.vocab = vocab;
+          p.n_drafts = 3;
+          const Maxima maxima(l, 3, vocab, vocab);
+          bool ok = true;
+          for (p.index = 0; p.index < 3; p.index++) {
+            const float* row = l.data() + (size_t)p.index * vocab;
+            p.logits = row;
+            maxima.give(p, p.index);
+            run("draft_choose", dim3(blocks), 256, p);
+            int want = 0;
+            double top = -1e30;
+            for (int i = 0; i < vocab; i++) {
+              if (row[i] != row[i]) continue;
+              const double u = (noise_bits_of(o.seed, 57 + p.index, ids[i]) + 0.5) / 4294967296.0;
+              const double score = temperature == 0 ? row[i] : row[i] / temperature - std::log(-std::log1p(-u));
+              if (score > top) {
+                top = score;
+                want = ids[i];
               }
-              ok &= s.drafts[p.index] == want && clean(scratch) && s.n_drafts == (p.index == 2 ? 3 : 0) &&
-                    s.rows == (p.index == 2 ? 4 : 1);
             }
-            check(ok, "draft_choose: T %.1f, %d ids, %d blocks, emitted %d, mapped %d", temperature, vocab, blocks,
-                  emitted, mapped);
+            ok &= s.drafts[p.index] == want && clean(scratch) && s.n_drafts == (p.index == 2 ? 3 : 0) &&
+                  s.rows == (p.index == 2 ? 4 : 1);
           }
+          check(ok, "draft_choose: T %.1f, %d ids, %d blocks, mapped %d", temperature, vocab, blocks, mapped);
+        }
 }
 
 // A drafter whose logits are the target's makes drafts that are all accepted, at any temperature: both use the same
@@ -116,15 +111,17 @@ static void test_same_noise() {
     auto l = numbers((size_t)width * vocab, 3, 3);
     DraftScratch scratch{};
     DraftParams d{};
-    d.logits = l.data();
     d.state = &s;
     d.options = &o;
     d.scratch = &scratch;
-    d.vocab = d.stride = vocab;
+    d.vocab = vocab;
     d.n_drafts = width - 1;
     const Maxima maxima(l, width, vocab, vocab);
-    maxima.give(d);
-    for (d.index = d.row = 0; d.index < width - 1; d.index++, d.row++) run("draft_choose", dim3(2), 256, d);
+    for (d.index = 0; d.index < width - 1; d.index++) {
+      d.logits = l.data() + (size_t)d.index * vocab;
+      maxima.give(d, d.index);
+      run("draft_choose", dim3(2), 256, d);
+    }
     check(s.rows == width, "drafts fill the next pass");
     std::vector<SampleScratch> sample(1);
     std::memset((void*)sample.data(), 0, sizeof(SampleScratch));
@@ -216,7 +213,7 @@ static void test_done() {
   d.state = &s;
   d.options = &o;
   d.scratch = &scratch;
-  d.vocab = d.stride = 64;
+  d.vocab = 64;
   d.n_drafts = 1;
   const Maxima maxima(l, 1, 64, 64);
   maxima.give(d);

@@ -1423,8 +1423,6 @@ impl Launcher<'_> {
             max_value: arena.max_value.at(0),
             max_id: arena.max_id.at(0),
             vocab: vocab as i32,
-            stride: self.plan.buffer(logits).dim as i32,
-            row: 0,
             index: draft as i32 - 1,
             n_drafts: drafts as i32,
             n_max: self.blocks(head.n_tiles) as i32,

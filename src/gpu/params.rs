@@ -37,19 +37,19 @@ params! {
     /// Where the rows of a draft pass stand; device memory.
     DraftRows: 80 { start: i32, rows: i32, last: i32, one: i32, positions: [i32; 16] }
     DraftBeginParams: 24 { state: u64, draft: u64, max_rows: i32, behind: i32 }
-    DraftParams: 80 {
-        logits: u64, state: u64, options: u64, scratch: u64, target_ids: u64, max_value: u64, max_id: u64, vocab: i32, stride: i32, row: i32,
-        index: i32, n_drafts: i32, n_max: i32,
+    DraftParams: 72 {
+        logits: u64, state: u64, options: u64, scratch: u64, target_ids: u64, max_value: u64, max_id: u64, vocab: i32, index: i32,
+        n_drafts: i32, n_max: i32,
     }
     NgramParams: 56 { state: u64, options: u64, scratch: u64, history: u64, ring: u64, min_n: i32, max_n: i32, n_drafts: i32, pad: i32 }
     CopyParams: 56 {
         from: u64, to: u64, from_start: u64, to_start: u64, n_rows: u64, rows: i32, dim: i32, from_mask: i32, to_mask: i32,
     }
     LinearPart: 56 { weights: u64, scales: u64, x: u64, squares: u64, inv: u64, k: i32, x_stride: i32, segment_units: u16, n_segments: u16, eps: f32 }
-    LinearParams: 248 {
+    LinearParams: 240 {
         part: [LinearPart; 2], out: u64, bias: u64, stream: u64, tap: u64, next_norm: u64, normed: u64, squares: u64, logits: u64,
         max_value: u64, max_id: u64, n_rows: u64, row_scales: u64, n_parts: i32, n: i32, n_tiles: i32, rows: i32, epilogue: i32, out_stride: i32,
-        tap_stride: i32, last_row: i32, first_row: i32, pad: i32,
+        tap_stride: i32, first_row: i32,
     }
     NormParams: 72 {
         x: u64, norm: u64, normed: u64, inv: u64, squares: u64, n_rows: u64, rows: i32, k: i32, x_stride: i32, normed_stride: i32, eps: f32,
@@ -65,7 +65,7 @@ params! {
     }
     RepackCodesParams: 88 {
         source: u64, scales: u64, weights: u64, tile_scales: u64, source_stride: i64, scale_stride: i32, scale_bf16: i32, block_rows: i32,
-        block_cols: i32, first_row: i32, first_col: i32, order: i32, n_source_rows: i32, rows: i32, row_offset: i32, k: i32, k_blocks: i32,
+        block_cols: i32, first_row: i32, order: i32, n_source_rows: i32, rows: i32, row_offset: i32, k: i32, k_blocks: i32, pad: i32,
     }
     FillCodesParams: 40 { weights: u64, tile_scales: u64, seed: u64, n_blocks: u64, four_bits: i32, scale: f32 }
     FillParams: 40 { to: u64, seed: u64, n: i32, k: i32, retiled: i32, constant: i32, scale: f32, pad: i32 }
@@ -167,9 +167,9 @@ pub const RECORD_WORDS: usize = 32;
 pub const RECORD_COUNT: usize = 0;
 pub const RECORD_ACCEPTED: usize = 1;
 pub const RECORD_REASON: usize = 2;
-pub const RECORD_DRAFTS: usize = 5;
+pub const RECORD_DRAFTS: usize = 3;
 /// Length of the n-gram match; only with ngram_draft in the pass.
-pub const RECORD_MATCH: usize = 6;
+pub const RECORD_MATCH: usize = 4;
 pub const RECORD_TOKENS: usize = 8;
 
 /// Logits of a row that one block of the sampling kernels handles.

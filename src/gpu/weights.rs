@@ -612,13 +612,13 @@ impl<'a> Upload<'a> {
                     block_rows: block.map_or(1, |b| b.rows as i32),
                     block_cols: block.and_then(|b| b.cols).unwrap_or(weight.cols) as i32,
                     first_row: block.map_or(0, |b| rows.start % b.rows) as i32,
-                    first_col: 0,
                     order: place.order,
                     n_source_rows: take as i32,
                     rows: launched as i32,
                     row_offset: (place.first + row) as i32,
                     k: part.k as i32,
                     k_blocks,
+                    pad: 0,
                 };
                 self.planned.repacks.push(if matrix.tiles == Tiles::Int4 {
                     Repack::Int4(params)
