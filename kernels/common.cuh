@@ -15,6 +15,8 @@ __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
   return (uint32_t)__bfloat16_as_ushort(v.x) | (uint32_t)__bfloat16_as_ushort(v.y) << 16;
 }
 
+constexpr float kLog2E = 1.44269504f;
+
 // ---- sums over a warp, the same in all lanes, in one fixed order ----
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll

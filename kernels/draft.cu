@@ -38,7 +38,7 @@ KERNEL(draft_choose, DraftParams, kDraftThreads) {
       const unsigned id = p.target_ids ? p.target_ids[i] : i;
       const float z = __fdiv_rn(__fsub_rn(p.logits[i], max_logit), o.temperature);
       const unsigned bits = noise_bits_of(o.seed, position, id);
-      if (!((float)bits * (1.0f / 4294967296.0f) < 1.01f * exp2f((z - bound) * 1.44269504f))) continue;
+      if (!((float)bits * (1.0f / 4294967296.0f) < 1.01f * exp2f((z - bound) * kLog2E))) continue;
       const float score = __fadd_rn(z, noise(bits));
       bound = fmaxf(bound, score);
       if (score == score) best = larger(best, preference(score, i));

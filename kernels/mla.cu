@@ -1,24 +1,28 @@
 // Latent attention (MLA) of decode and verify passes of 1 to 16 rows, absorbed: all heads of a rank share one key a
 // position, [latent | rotated key], whose latent is the value too. Three kernels behind the linears that make latents
 // and q:
-//   latent_query   cache row of each new position = [norm(latent) | rope(key)], absorbed = [W_UK^T q_nope |
-//   rope(q_rope)] of each head latent_attend  over a chunk of the cache: s = absorbed . cache row, o = softmax(s)
-//   latents, unfolded latent_value   chunks folded, out = W_UV o of each head
+//   latent_query    cache row of each new position = [norm(latent) | rope(key)],
+//                   absorbed = [W_UK^T q_nope | rope(q_rope)] of each head
+//   latent_attend   over a chunk of the cache: s = absorbed . cache row, o = softmax(s) latents, not combined yet
+//   latent_value    chunks combined, out = W_UV o of each head
+// What was measured and dropped: docs/decisions/kernels.md#latent-attention.
 //
 // ---- The order of every sum ----
-// A column is one (row, head): row * n_heads + head. Columns are the 16-row operand of mma_bf16.
+// A column is one (row, head): row * n_heads + head. 16 columns are a query tile, the 16-row operand of mma_bf16.
 //   step:  32 positions from a multiple of 32, from an empty state. A score is two sums, of the first and the second
-//   half of the key's 32-dim pieces, pieces ascending,
-//          the second added to the first. m = their maximum; p = exp2((s - m) * scale * log2 e), rounded to bf16; o = p
-//          v, 16 positions an mma, ascending; l = sum of the p.
-//   fold:  (m, l, o) and (m', l', o') are both scaled to the larger maximum and added.
-//   chunk: its steps folded in ascending order into an empty state (m = -inf, l = 0, o = 0). Boundaries:
-//   latent_chunk_begin in params.h. row:   its chunks scaled to their largest maximum and added in ascending order (l:
-//   lane c % 32 adds chunk c, then warp_sum); attended = bf16(o * (1 / l)).
-// A position that a column must not see has p = 0, a chunk without any folds to nothing: other rows of a pass do not
+//   half
+//          of the key's 32-dim pieces, pieces ascending, the second added to the first. m = their maximum;
+//          p = exp2((s - m) * scale * log2 e), rounded to bf16; o = p v, 16 positions an mma, ascending; l = sum of the
+//          p.
+//   merge: (m, l, o) and (m', l', o') are both scaled to the larger maximum and added (softmax.cuh).
+//   chunk: its steps merged in ascending order into an empty state (m = -inf, l = 0, o = 0). Boundaries:
+//          latent_chunk_begin in params.h.
+//   row:   its chunks scaled to their largest maximum and added in ascending order (l: lane c % 32 adds chunk c, then
+//          warp_sum); attended = bf16(o * (1 / l)).
+// A position that a column must not see has p = 0, a chunk without any merges to nothing: other rows of a pass do not
 // show.
 #include <type_traits>
-#include "common.cuh"
+#include "softmax.cuh"
 
 namespace {
 
@@ -144,20 +148,6 @@ __device__ __forceinline__ void latent_query_body(const LatentParams& p) {
   }
 }
 
-// ---- the state of a softmax ----
-struct Factors {
-  float keep, add;
-};
-__device__ __forceinline__ float fold_maximum(float m, float new_m, float scale_log2, Factors& f) {
-  const float top = fmaxf(m, new_m);
-  f.keep = m == top ? 1.f : exp2_fast(__fmul_rn(m - top, scale_log2));  // also for -inf against -inf
-  f.add = new_m == top ? 1.f : exp2_fast(__fmul_rn(new_m - top, scale_log2));
-  return top;
-}
-__device__ __forceinline__ float fold(float old, float addition, const Factors& f) {
-  return __fmaf_rn(addition, f.add, __fmul_rn(old, f.keep));
-}
-
 // ---- latent_attend ----
 // Grid: (latent_chunk_of the captured context + 1, ceil(max_rows * n_heads / 16)), 8 warps: one chunk for 16 columns. A
 // step's 32 rows of the cache come by cp.async. Scores: warp w does positions 8 (w % 4) .. and half w / 4 of the
@@ -168,12 +158,14 @@ template <int KV, int ROPE>
 __device__ __forceinline__ void latent_attend(const LatentParams& p) {
   constexpr int D = KV + ROPE, kPieces = (D + 31) / 32, kFirstHalf = (kPieces + 1) / 2, NT = KV < 64 ? 1 : KV / 64,
                 kRowWords = kPieces * 4 + 1;
+  // ---- Shared memory ----
   SHARED(uint4, stage, [kStep][kRowWords]);
   SHARED(float, score, [2][kColumns][kStep + 1]);
   SHARED(uint32_t, probability, [kColumns][kStep / 2 + 4]);
   SHARED(float, column_m, [kColumns]);
   SHARED(float, column_l, [kColumns]);
   SHARED(float2, factors, [kColumns]);
+  // ---- Who does what ----
   pdl_launch_dependents();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   pdl_wait();
@@ -181,7 +173,8 @@ __device__ __forceinline__ void latent_attend(const LatentParams& p) {
   const int begin = latent_chunk_begin(blockIdx.x), stop = min(latent_chunk_begin(blockIdx.x + 1), end),
             first_column = blockIdx.y * kColumns, n_columns = rows * p.n_heads;
   if (begin >= end || first_column >= n_columns) return;
-  const float scale_log2 = __fmul_rn(p.scale, 1.44269504f);
+  const float scale_log2 = __fmul_rn(p.scale, kLog2E);
+  // ---- The first step is requested; what softmax begins with ----
   auto copy_step = [&](int position) {
     // A row's words by eight threads, eight apart.
     const int r = threadIdx.x >> 3;
@@ -207,6 +200,7 @@ __device__ __forceinline__ void latent_attend(const LatentParams& p) {
 
 #pragma unroll 1
   for (int position = begin; position < stop; position += kStep) {
+    // ---- Step: scores ----
     {
       const int tile = warp & 3, half = warp >> 2, piece_end = half ? kPieces : kFirstHalf;
       float s[4] = {0, 0, 0, 0};
@@ -246,6 +240,7 @@ __device__ __forceinline__ void latent_attend(const LatentParams& p) {
       for (int e = 0; e < 4; e++) score[half][g + 8 * (e >> 1)][tile * 8 + 2 * t + (e & 1)] = s[e];
     }
     __syncthreads();
+    // ---- Step: the mask, probabilities, the factors of the merge ----
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int c = 2 * warp + i, column = first_column + c, last = length + min(column, n_columns - 1) / p.n_heads;
@@ -261,12 +256,13 @@ __device__ __forceinline__ void latent_attend(const LatentParams& p) {
       const float l = warp_sum(__bfloat162float(x));
       if (lane == 0) {
         Factors f;
-        column_m[c] = fold_maximum(column_m[c], m, scale_log2, f);
-        column_l[c] = fold(column_l[c], l, f);
+        column_m[c] = merge_maximum(column_m[c], m, scale_log2, f);
+        column_l[c] = merge(column_l[c], l, f);
         factors[c] = make_float2(f.keep, f.add);
       }
     }
     __syncthreads();
+    // ---- Step: p v of the warp's dims, merged ----
     uint4 a[2];
 #pragma unroll
     for (int b = 0; b < 2; b++)
@@ -282,7 +278,7 @@ __device__ __forceinline__ void latent_attend(const LatentParams& p) {
       mma_bf16(sum, a[0], v[0], v[1]);
       mma_bf16(sum, a[1], v[2], v[3]);
 #pragma unroll
-      for (int e = 0; e < 4; e++) o[n][e] = fold(o[n][e], sum[e], e < 2 ? low : high);
+      for (int e = 0; e < 4; e++) o[n][e] = merge(o[n][e], sum[e], e < 2 ? low : high);
       if (n % 4 == 3)
         __syncwarp();  // keeps the later loads from being moved up: they would cost more registers than there are
     }
@@ -290,6 +286,7 @@ __device__ __forceinline__ void latent_attend(const LatentParams& p) {
     if (position + kStep < stop) copy_step(position + kStep);
   }
 
+  // ---- Output ----
   // partials: [chunk][column]{KV o}, then [chunk][column]{m, l}; a column of the pass has the same place at every
   // width.
   const size_t columns = (size_t)p.max_rows * p.n_heads, chunk = blockIdx.x;
@@ -347,7 +344,7 @@ __device__ __forceinline__ void latent_value(const LatentParams& p) {
     if (c < n_chunks && (int)threadIdx.x < KV / 2)
       early[c] = *reinterpret_cast<const float2*>(partial(c, 0) + 2 * threadIdx.x);
   if (warp < mine) {
-    const float scale_log2 = __fmul_rn(p.scale, 1.44269504f);
+    const float scale_log2 = __fmul_rn(p.scale, kLog2E);
     float top = -INFINITY, l = 0;
     for (int chunk = lane; chunk < n_chunks; chunk += 32) {
       const float2 ml = *reinterpret_cast<const float2*>(partial(chunk, warp) + KV);

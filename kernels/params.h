@@ -313,12 +313,12 @@ struct ReadParams {
 };
 static_assert(sizeof(ReadParams) == 24, "twin in Rust");
 
-// ---- attention.cu ----
+// ---- attention_decode.cu, attention_prefill.cu ----
 enum {
-  kAttentionStep = 64,          // positions whose scores share one maximum before they are folded
+  kAttentionStep = 64,          // positions whose scores share one maximum before they are merged
   kAttentionWideBegin = 16384,  // chunks are 256 wide below, 1024 from here
   kAttentionFineEnd = 2048,  // decode passes of one row that end by here may give each block a step instead of a chunk;
-  kAttentionFineEndOfMore = 1024,  // of several rows, whose partial results are more to fold
+  kAttentionFineEndOfMore = 1024,  // of several rows, whose partial results are more to combine
   kAttentionMaxRows = 16           // of a decode or verify pass
 };
 // The chunks of the KV cache: the chunk of a position, and the first position of a chunk. Absolute, so that bits depend
@@ -593,7 +593,7 @@ __host__ __device__ inline int latent_chunk_begin(int chunk) {
                        : (chunk - 144) * 1024;
 }
 constexpr int kValueRows = 2;       // rows of a block of latent_value
-constexpr int kLatentChunks = 512;  // most that latent_value folds: contexts of up to 376,832
+constexpr int kLatentChunks = 512;  // most that latent_value combines: contexts of up to 376,832
 // All kernels of a layer's latent attention. Row i is row first_row + i of the pass and at position *length + first_row
 // + i, for i < min(*rows - first_row, max_rows). Heads are those of this rank. kv_rank and v_dim are multiples of 16,
 // the other dims of 8.

@@ -19,6 +19,9 @@ build() {  # source, object: skipped when newer than all it includes
   g++ $flags -x c++ -c "$1" -MMD -MF "$2.d" -o "$2"
 }
 export -f build; export flags
-printf '%s\n' kernels/*.cu kernels/shim/shim.cpp | xargs -P "$(nproc)" -I{} bash -c 'build {} '"$out/$kind"'/$(basename {}).o'
-g++ -shared $more -Wl,-Bsymbolic "$out/$kind"/*.o -o "$lib"
+sources=(kernels/*.cu kernels/shim/shim.cpp)
+objects=("${sources[@]##*/}")
+objects=("${objects[@]/%/.o}")  # not all that lie there: a source may be gone
+printf '%s\n' "${sources[@]}" | xargs -P "$(nproc)" -I{} bash -c 'build {} '"$out/$kind"'/$(basename {}).o'
+g++ -shared $more -Wl,-Bsymbolic "${objects[@]/#/$out/$kind/}" -o "$lib"
 echo "$lib"

@@ -11,7 +11,8 @@
 #include <cstring>
 #include <string>
 #include <vector>
-#include "../attention.cu"
+#include "../attention_decode.cu"
+#include "../attention_prefill.cu"
 
 #define CHECK(x)                                                                      \
   do {                                                                                \

@@ -12,6 +12,7 @@
 #include "../linear.cu"
 #include "../mla.cu"
 #include "../experts.cu"
+#include "../router.cu"
 #include "../probe.cu"
 #include "../repack.cu"
 

@@ -1,7 +1,8 @@
 // Tests attention.cu: against an f64 softmax from the same bf16 inputs, and to the bit against itself over widths,
 // block widths, prefill chunks and chunk edges of the cache. Buffers that a kernel fills start as NaN; the cache beyond
 // the live rows holds junk (large finite V, NaN K), since only V need be finite.
-#include "../attention.cu"
+#include "../attention_decode.cu"
+#include "../attention_prefill.cu"
 #include "test.h"
 
 static const bool quick = std::getenv("SHIM_QUICK");

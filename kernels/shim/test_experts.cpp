@@ -1,6 +1,7 @@
 // format.cuh through linear.cu, and experts.cu, against sums in f64: every format, every width, the same bits at every
 // width; routes against their definition.
 #include "../experts.cu"
+#include "../router.cu"
 #include "../linear.cu"
 #include "../repack.cu"
 #include "quantised.h"
