@@ -3,25 +3,12 @@
 // what the tests check under the shim: equal bits over paths and widths. Build and run: nvcc -O3 -std=c++17
 // -arch=sm_90a -Ikernels kernels/bench/attention_bench.cu -o attention_bench && ./attention_bench
 // [check|decode|prefill]...
-#include <cuda_runtime.h>
-#include <algorithm>
+#include "bench.cuh"
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <string>
-#include <vector>
 #include "../attention_decode.cu"
 #include "../attention_prefill.cu"
-
-#define CHECK(x)                                                                      \
-  do {                                                                                \
-    cudaError_t e_ = (x);                                                             \
-    if (e_) {                                                                         \
-      std::printf("error: %s: %s (line %d)\n", #x, cudaGetErrorString(e_), __LINE__); \
-      std::exit(1);                                                                   \
-    }                                                                                 \
-  } while (0)
 
 namespace {
 struct Shape {
@@ -37,7 +24,6 @@ struct Kernel {
 const Kernel kDecode[] = {D(64, 16), D(64, 32), D(128, 16), D(128, 32)};
 constexpr int kCapacity = 20480, kRows = 1024;
 
-cudaStream_t stream;
 int* live;  // length, rows
 
 // Buffers of all layers of a shape; qkv and out are shared, as in the engine.
@@ -109,70 +95,27 @@ AttentionParams params_of(const Layers& l, int layer, int max_rows) {
   p.norm_eps = 1e-6f;
   return p;
 }
-void launch(const void* f, dim3 grid, int threads, AttentionParams p, bool pdl = true) {
-  cudaLaunchConfig_t c = {};
-  c.gridDim = grid;
-  c.blockDim = threads;
-  c.stream = stream;
-  cudaLaunchAttribute a;
-  a.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  a.val.programmaticStreamSerializationAllowed = 1;
-  c.attrs = &a;
-  c.numAttrs = pdl;
-  void* args[] = {&p};
-  CHECK(cudaLaunchKernelExC(&c, f, args));
-}
 // columns 0: as few as hold max_rows, or 32.
 void decode(const Layers& l, int layer, int max_rows, int blocks, int columns = 0) {
   const int group = l.s.n_heads / l.s.n_kv_heads, need = max_rows * group;
   if (!columns) columns = need <= 16 ? 16 : 32;
+  const AttentionParams p = params_of(l, layer, max_rows);
   for (const Kernel& k : kDecode)
     if (k.head_dim == l.s.head_dim && k.columns == columns)
-      launch(k.f, dim3(blocks, l.s.n_kv_heads, (need + columns - 1) / columns), kDecodeThreads,
-             params_of(l, layer, max_rows));
+      launch(k.f, dim3(blocks, l.s.n_kv_heads, (need + columns - 1) / columns), kDecodeThreads, &p);
 }
 void prefill(const Layers& l, int layer, int max_rows) {
   const bool wide = l.s.head_dim == 128;
   const int group = l.s.n_heads / l.s.n_kv_heads;
   const AttentionParams p = params_of(l, layer, max_rows);
   launch(wide ? (const void*)attention_rope_128 : (const void*)attention_rope_64,
-         dim3((max_rows + kRopeRows - 1) / kRopeRows, l.s.n_heads + 2 * l.s.n_kv_heads), 32 * kRopeWarps, p);
+         dim3((max_rows + kRopeRows - 1) / kRopeRows, l.s.n_heads + 2 * l.s.n_kv_heads), 32 * kRopeWarps, &p);
   launch(wide ? (const void*)attention_prefill_128 : (const void*)attention_prefill_64,
-         dim3((max_rows * group + kPrefillColumns - 1) / kPrefillColumns, l.s.n_kv_heads), kPrefillThreads, p);
+         dim3((max_rows * group + kPrefillColumns - 1) / kPrefillColumns, l.s.n_kv_heads), kPrefillThreads, &p);
 }
 void set_live(int length, int rows) {
   const int now[2] = {length, rows};
   CHECK(cudaMemcpy(live, now, 8, cudaMemcpyHostToDevice));
-}
-
-// Median milliseconds of a graph of what `body` launches.
-template <class F>
-float graph_ms(F body, int repeats) {
-  cudaGraph_t g;
-  cudaGraphExec_t e;
-  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  body();
-  CHECK(cudaStreamEndCapture(stream, &g));
-  CHECK(cudaGraphInstantiate(&e, g, 0));
-  cudaEvent_t a, b;
-  CHECK(cudaEventCreate(&a));
-  CHECK(cudaEventCreate(&b));
-  std::vector<float> ms;
-  for (int i = 0; i < repeats + 3; i++) {
-    CHECK(cudaEventRecord(a, stream));
-    CHECK(cudaGraphLaunch(e, stream));
-    CHECK(cudaEventRecord(b, stream));
-    CHECK(cudaEventSynchronize(b));
-    float t;
-    CHECK(cudaEventElapsedTime(&t, a, b));
-    if (i >= 3) ms.push_back(t);
-  }
-  CHECK(cudaGraphExecDestroy(e));
-  CHECK(cudaGraphDestroy(g));
-  CHECK(cudaEventDestroy(a));
-  CHECK(cudaEventDestroy(b));
-  std::sort(ms.begin(), ms.end());
-  return ms[ms.size() / 2];
 }
 
 // mma_bf16 must leave c alone where all products are zero, however large the other factors: masked positions meet
@@ -256,7 +199,7 @@ void time_decode() {
         for (int columns : {16, 32}) {
           if (columns > 16 && columns >= 2 * rows * group) continue;
           auto us = [&](int n) {
-            return graph_ms(
+            return time_graph(
                        [&] {
                          for (int i = 0; i < s.layers; i++) decode(l, i, rows, n, columns);
                        },
@@ -278,7 +221,7 @@ void time_prefill() {
     double all_ms = 0;
     for (int start : {0, 1024, 2048, 3072}) {
       set_live(start, kRows);
-      const float ms = graph_ms(
+      const float ms = time_graph(
           [&] {
             for (int i = 0; i < s.layers; i++) prefill(l, i, kRows);
           },
@@ -292,7 +235,7 @@ void time_prefill() {
     for (int rows : {16, 64, 256, 512}) {
       set_live(0, rows);
       std::printf("prefill %-13s %d rows at 0: %.3f ms\n", s.name, rows,
-                  graph_ms(
+                  time_graph(
                       [&] {
                         for (int i = 0; i < s.layers; i++) prefill(l, i, rows);
                       },
@@ -304,7 +247,7 @@ void time_prefill() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  open_stream();
   CHECK(cudaMalloc(&live, 8));
   auto wanted = [&](const char* what) {
     for (int i = 1; i < argc; i++)

@@ -2,15 +2,11 @@
 // programmatic edges, single shapes, prefill; and first checks that all variants, widths and prefill give the same bits
 // there, and the right numbers. Build and run: nvcc -O3 -std=c++17 -arch=sm_90a -Ikernels kernels/bench/linear_bench.cu
 // -o linear_bench && ./linear_bench [check|shapes|chains|prefill]...
-#include <cuda_runtime.h>
-#include <algorithm>
+#include "bench.cuh"
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <string>
-#include <vector>
 #include "../embed.cu"
 #include "../linear.cu"
 #include "../linear_prefill.cu"
@@ -37,15 +33,6 @@ LINEAR(int4_a6x2, Int4, 1, 6, 2, 1)
 LINEAR(int4_a8x2, Int4, 1, 8, 2, 1)
 LINEAR(m16_int4_a2x2, Int4, 2, 2, 2, 1)
 LINEAR(m16_int4_a3x1, Int4, 2, 3, 1, 1)
-
-#define CHECK(x)                                                                      \
-  do {                                                                                \
-    cudaError_t e_ = (x);                                                             \
-    if (e_) {                                                                         \
-      std::printf("error: %s: %s (line %d)\n", #x, cudaGetErrorString(e_), __LINE__); \
-      std::exit(1);                                                                   \
-    }                                                                                 \
-  } while (0)
 
 namespace {
 enum Format { kBf16, kFp8, kInt4 };
@@ -105,8 +92,6 @@ struct Model {
   Shape head;
 };
 
-cudaStream_t stream;
-int n_sms;
 char* weights;
 size_t weights_bytes;
 bf16 *buffer[3], *norm_weight;
@@ -122,20 +107,6 @@ size_t bytes_of(const Shape& s, Format format = kBf16) {  // scales of FP8 not c
                            : k_blocks_of(s.k) * 1024);
 }
 
-void launch(const void* f, dim3 grid, int threads, int shared, void* params, bool pdl) {
-  cudaLaunchConfig_t c = {};
-  c.gridDim = grid;
-  c.blockDim = threads;
-  c.dynamicSmemBytes = shared;
-  c.stream = stream;
-  cudaLaunchAttribute a;
-  a.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  a.val.programmaticStreamSerializationAllowed = 1;
-  c.attrs = &a;
-  c.numAttrs = pdl;
-  void* args[] = {params};
-  CHECK(cudaLaunchKernelExC(&c, f, args));
-}
 LinearParams params_of(const Shape& s, size_t offset, const bf16* x, bf16* out, int rows, Format format = kBf16) {
   LinearParams p{};
   p.part[0] = {
@@ -166,53 +137,22 @@ void linear_launch(const Choice& c, const Shape& s, size_t offset, const bf16* x
     p.normed = buffer[2];
     p.squares = squares;
   }
-  launch(c.v->f, dim3(c.per_sm ? std::min(p.n_tiles, c.per_sm * n_sms) : p.n_tiles), kSegments * 32, 0, &p, true);
+  launch(c.v->f, dim3(c.per_sm ? std::min(p.n_tiles, c.per_sm * n_sms) : p.n_tiles), kSegments * 32, &p, true);
 }
 void prefill_launch(const Prefill& v, LinearParams& p, int rows) {
-  launch(v.f, dim3((rows + v.m - 1) / v.m, (p.n_tiles * 16 + v.n - 1) / v.n), v.threads, v.shared, &p, true);
+  launch(v.f, dim3((rows + v.m - 1) / v.m, (p.n_tiles * 16 + v.n - 1) / v.n), v.threads, &p, true, v.shared);
 }
-// Median ms of `n` replays of what `record` launches.
-template <class F>
-float time_graph(F record, int n = 15) {
-  cudaGraph_t g;
-  cudaGraphExec_t e;
-  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  record();
-  CHECK(cudaStreamEndCapture(stream, &g));
-  CHECK(cudaGraphInstantiate(&e, g, 0));
-  cudaEvent_t a, b;
-  cudaEventCreate(&a);
-  cudaEventCreate(&b);
-  for (int i = 0; i < 3; i++) cudaGraphLaunch(e, stream);
-  std::vector<float> t;
-  for (int i = 0; i < n; i++) {
-    cudaEventRecord(a, stream);
-    cudaGraphLaunch(e, stream);
-    cudaEventRecord(b, stream);
-    CHECK(cudaEventSynchronize(b));
-    float ms;
-    cudaEventElapsedTime(&ms, a, b);
-    t.push_back(ms);
-  }
-  cudaGraphExecDestroy(e);
-  cudaGraphDestroy(g);
-  cudaEventDestroy(a);
-  cudaEventDestroy(b);
-  std::sort(t.begin(), t.end());
-  return t[n / 2];
-}
-
 void fill(void* to, int n, int k, bool retiled, float scale, unsigned seed, bool constant = false) {
   FillParams p{to, seed, n, k, retiled, constant, scale, 0};
-  launch((const void*)fill_random, dim3(n_sms * 8), 256, 0, &p, false);
+  launch((const void*)fill_random, dim3(n_sms * 8), 256, &p, false);
 }
 
 void measure_ceiling() {
   ReadParams p{(const uint4*)weights, weights_bytes / 16, (unsigned*)max_id};
   float best = 1e9;
   for (int per_sm : {2, 4})
-    best = std::min(best,
-                    time_graph([&] { launch((const void*)read_ceiling, dim3(n_sms * per_sm), 512, 0, &p, false); }, 7));
+    best =
+        std::min(best, time_graph([&] { launch((const void*)read_ceiling, dim3(n_sms * per_sm), 512, &p, false); }, 7));
   ceiling = weights_bytes / best / 1e6;
   std::printf("read ceiling %.0f GB/s over %.1f GB, %d SMs\n", ceiling, weights_bytes / 1e9, n_sms);
 }
@@ -256,7 +196,7 @@ bool check_all() {
     };
     const bf16* x = s.norm ? buffer[2] : buffer[0];
     NormParams norm{buffer[0], norm_weight, buffer[2], inverse, squares, nullptr, rows, s.k, s.k, s.k, 1e-5f, 0};
-    launch((const void*)norm_rows_bf16, dim3((rows + 7) / 8), 256, 0, &norm, false);
+    launch((const void*)norm_rows_bf16, dim3((rows + 7) / 8), 256, &norm, false);
     auto shifted = [&](LinearParams p, int row) {
       p.part[0].x += (size_t)row * s.k;
       if (s.norm) p.part[0].squares += (size_t)row * (s.k / 16);
@@ -269,7 +209,7 @@ bool check_all() {
     reset();
     for (int m = 0; m < rows; m++) {
       LinearParams p = shifted(params_of(s, 0, x, buffer[1], 1), m);
-      launch((const void*)linear_m8, dim3(std::min(p.n_tiles, n_sms)), 256, 0, &p, true);
+      launch((const void*)linear_m8, dim3(std::min(p.n_tiles, n_sms)), 256, &p, true);
     }
     fetch(expected);
     auto compare = [&](const char* what) {
@@ -287,7 +227,7 @@ bool check_all() {
         reset();
         for (int m = 0; m + width <= rows || m < rows; m += width) {
           LinearParams p = shifted(params_of(s, 0, x, buffer[1], std::min(width, rows - m)), m);
-          launch(v.f, dim3(width & 1 ? p.n_tiles : std::min(p.n_tiles, 2 * n_sms)), kSegments * 32, 0, &p, true);
+          launch(v.f, dim3(width & 1 ? p.n_tiles : std::min(p.n_tiles, 2 * n_sms)), kSegments * 32, &p, true);
         }
         char what[80];
         std::snprintf(what, sizeof what, "%s width %d", v.name, width);
@@ -424,7 +364,7 @@ void time_prefill(const Model& m, int rows) {
         LinearParams p = params_of(s, offset, x, out, rows);
         if (s.norm) {
           NormParams q{x, norm_weight, buffer[2], inverse, nullptr, nullptr, rows, s.k, s.k, s.k, 1e-5f, 0};
-          launch((const void*)norm_rows_bf16, dim3((rows + 7) / 8), 256, 0, &q, true);
+          launch((const void*)norm_rows_bf16, dim3((rows + 7) / 8), 256, &q, true);
           p.part[0].x = buffer[2];
           p.part[0].inv = inverse;
         }
@@ -456,8 +396,7 @@ int main(int argc, char** argv) {
       if (!std::strcmp(argv[i], what)) return true;
     return false;
   };
-  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  CHECK(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, 0));
+  open_stream();
   size_t free_bytes, all_bytes;
   CHECK(cudaMemGetInfo(&free_bytes, &all_bytes));
   weights_bytes = std::min<size_t>(17ull << 30, free_bytes / 4 * 3) / 4096 * 4096;

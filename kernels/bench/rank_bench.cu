@@ -2,13 +2,8 @@
 // out, weights of a dozen layers in turn; then the same with one kind of kernel left out, whose price that is. Choices
 // follow random numbers. nvcc -O3 -std=c++17 -arch=sm_90a -Ikernels kernels/bench/rank_bench.cu -o rank_bench &&
 // ./rank_bench [depth [rows]]; with rows: two layers of that many, launched one by one, for ncu
-#include <cuda_runtime.h>
-#include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <functional>
+#include "bench.cuh"
 #include <string>
-#include <vector>
 #include "../linear.cu"
 #include "../mla.cu"
 #include "../experts.cu"
@@ -16,34 +11,10 @@
 #include "../probe.cu"
 #include "../repack.cu"
 
-#define CHECK(x)                                                                      \
-  do {                                                                                \
-    cudaError_t e_ = (x);                                                             \
-    if (e_) {                                                                         \
-      std::printf("error: %s: %s (line %d)\n", #x, cudaGetErrorString(e_), __LINE__); \
-      std::exit(1);                                                                   \
-    }                                                                                 \
-  } while (0)
-
 namespace {
 constexpr int kHidden = 7168, kHeads = 8, kQ = 1536, kKv = 512, kRope = 64, kNope = 128, kV = 128,
               kLatents = kQ + kKv + kRope, kExperts = 384, kTop = 8, kDim = 256, kLayers = 61, kVocab = 20480,
               kDistinct = 12;
-cudaStream_t stream;
-int n_sms;
-void launch(const void* f, dim3 grid, int threads, const void* params, bool pdl = true) {
-  cudaLaunchConfig_t c = {};
-  c.gridDim = grid;
-  c.blockDim = threads;
-  c.stream = stream;
-  cudaLaunchAttribute a;
-  a.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  a.val.programmaticStreamSerializationAllowed = 1;
-  c.attrs = &a;
-  c.numAttrs = pdl;
-  void* args[] = {const_cast<void*>(params)};
-  CHECK(cudaLaunchKernelExC(&c, f, args));
-}
 char* take(size_t bytes) {
   char* p;
   CHECK(cudaMalloc(&p, bytes));
@@ -69,41 +40,11 @@ struct Layer {
   unsigned char *up, *down;
   bf16* cache;
 };
-template <class F>
-float time_graph(F record, int n = 9) {
-  cudaGraph_t g;
-  cudaGraphExec_t e;
-  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  record();
-  CHECK(cudaStreamEndCapture(stream, &g));
-  CHECK(cudaGraphInstantiate(&e, g, 0));
-  cudaEvent_t a, b;
-  cudaEventCreate(&a);
-  cudaEventCreate(&b);
-  for (int i = 0; i < 2; i++) cudaGraphLaunch(e, stream);
-  std::vector<float> t;
-  for (int i = 0; i < n; i++) {
-    cudaEventRecord(a, stream);
-    cudaGraphLaunch(e, stream);
-    cudaEventRecord(b, stream);
-    CHECK(cudaEventSynchronize(b));
-    float ms;
-    cudaEventElapsedTime(&ms, a, b);
-    t.push_back(ms);
-  }
-  cudaGraphExecDestroy(e);
-  cudaGraphDestroy(g);
-  cudaEventDestroy(a);
-  cudaEventDestroy(b);
-  std::sort(t.begin(), t.end());
-  return t[n / 2];
-}
 }  // namespace
 
 int main(int argc, char** argv) {
   const int depth = argc > 1 ? std::atoi(argv[1]) : 1024;
-  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  CHECK(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, 0));
+  open_stream();
   std::vector<Layer> layers;
   const int capacity = 4096;
   for (int i = 0; i < kDistinct; i++) {
@@ -138,8 +79,8 @@ int main(int argc, char** argv) {
     ReadParams p{(const uint4*)layers[0].up, (size_t)792 << 20 >> 4, (unsigned*)ints + 8};
     float best = 1e9;
     for (int per_sm : {2, 4})
-      best =
-          std::min(best, time_graph([&] { launch((const void*)read_ceiling, dim3(n_sms * per_sm), 512, &p, false); }));
+      best = std::min(
+          best, time_graph([&] { launch((const void*)read_ceiling, dim3(n_sms * per_sm), 512, &p, false); }, 9, 2));
     std::printf("read %.0f GB/s\n", (792 << 20) / best / 1e6);
   }
   const int grid2 = 2 * n_sms, only = argc > 2 ? std::atoi(argv[2]) : 0;
@@ -248,12 +189,12 @@ int main(int argc, char** argv) {
       continue;
     }
     {
-      const float ms = time_graph([&] { pass(""); });
+      const float ms = time_graph([&] { pass(""); }, 9, 2);
       std::printf("T=%-2d: %.3f ms", rows, ms);
       for (const char* skip :
            {"qkv_a", "q_b", "latent_query", "latent_attend", "latent_value", "o", "router", "up", "down", "head"})
         std::printf(" | %s %.1f", skip,
-                    (ms - time_graph([&] { pass(skip); }, 5)) * 1e3 / (std::string(skip) == "head" ? 1 : kLayers));
+                    (ms - time_graph([&] { pass(skip); }, 5, 2)) * 1e3 / (std::string(skip) == "head" ? 1 : kLayers));
       ExpertWork w;
       CHECK(cudaMemcpy(&w, work, sizeof w, cudaMemcpyDeviceToHost));
       std::printf(" us; %d experts\n", w.n);
