@@ -168,7 +168,7 @@ __device__ __forceinline__ RawHead norm_and_rope(const RawHead& raw, const HeadN
   if constexpr (P == 2) return {bf16_pair(y[0], y[1]), bf16_pair(y[2], y[3])};
   return {bf16_pair(y[0], 0.f), bf16_pair(y[1], 0.f)};
 }
-// A turned head as column `column` of a column tile of q, in the order in which mma_bf16 takes it: tile is [32
+// A turned head as column `column` of a query tile of q, in the order in which mma_bf16 takes it: tile is [32
 // dims][half h][lane].
 template <int kHeadDim>
 __device__ __forceinline__ void store_operand(uint4 (*tile)[2][32], int column, int lane, const RawHead& head) {

@@ -152,14 +152,13 @@ __device__ void attention_decode(const AttentionParams& p) {
   constexpr int KI = kHeadDim / 32, NT = kHeadDim / 64;  // K pieces of a tile; 8-dim tiles of V a warp
   constexpr int S = 256 / kHeadDim;                      // steps of a batch: 64 registers a lane for K and V
   constexpr int kColumns = 16 * kQueryTiles, kWarpColumns = kColumns / kDecodeWarps;
-  static_assert(2 * kQueryTiles <= kDecodeWarps, "a warp keeps the maxima of half a column tile");
+  static_assert(2 * kQueryTiles <= kDecodeWarps, "a warp keeps the maxima of half a query tile");
   // ---- Shared memory ----
-  SHARED(uint4, q_operand, [kQueryTiles][KI][2][32]);  // [column tile][32 dims][half h][lane]: what mma_bf16 takes
+  SHARED(uint4, q_operand, [kQueryTiles][KI][2][32]);  // [query tile][32 dims][half h][lane]: what mma_bf16 takes
   SHARED(bf16, new_k, [kMaxRows][kHeadDim]);
   SHARED(bf16, new_v, [kHeadDim][kNewPositions]);
-  SHARED(float, tile_max, [S][kQueryTiles][16][kTiles]);  // [step][column tile][column][tile of 8 positions]
-  SHARED(uint4,
-         probability, [S][kQueryTiles][kTiles / 2][32]);  // [step][column tile][two tiles][lane]: what mma_bf16 takes
+  SHARED(float, tile_max, [S][kQueryTiles][16][kTiles]);         // [step][query tile][column][tile of 8 positions]
+  SHARED(uint4, probability, [S][kQueryTiles][kTiles / 2][32]);  // [step][query tile][two tiles][lane]: as q_operand
   SHARED(Factors, factors, [S][kColumns]);
   SHARED(int, last_position, [kColumns]);  // of a column; -1 where there is none
   SHARED(float4, stage, [kDecodeWarps][32]);
@@ -304,7 +303,7 @@ __device__ void attention_decode(const AttentionParams& p) {
 
   // ---- Batches ----
   const float scale_log2 = p.scale * kLog2E;
-  // The state of the split. m: of column g + 8 (w % 2) of column tile w / 2, in warp w.
+  // The state of the split. m: of column g + 8 (w % 2) of query tile w / 2, in warp w.
   float m = -INFINITY, l[kQueryTiles][2], o[kQueryTiles][NT][4];
 #pragma unroll
   for (int c = 0; c < kQueryTiles; c++) {

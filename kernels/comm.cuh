@@ -5,10 +5,13 @@
 // Three ways to the same bits (f32 sums in order of ranks from +0, + bias, rounded once to bf16, no negative zero,
 // added to x in f32):
 //   all_reduce_push      everybody stores its partial into everybody's window; everybody adds. One crossing, (n - 1) S
-//   bytes in and out. all_reduce_pull      everybody holds its partial ready in its own window, sets a flag in the
-//   others' and loads theirs. For machines whose stores collapse. all_reduce_two_shot  the columns of a channel are
-//   split among the ranks: partials go to the owner, who adds and stores the rounded sum into everybody's window.
-//                        Two crossings, 2 (n - 1) / n S bytes.
+//                        bytes in and out
+//   all_reduce_pull      everybody holds its partial ready in its own window, sets a flag in the others' and loads
+//                        theirs. For machines whose stores collapse
+//   all_reduce_two_shot  the columns of a channel are split among the ranks: partials go to the owner, who adds and
+//                        stores the rounded sum into everybody's window. Two crossings, 2 (n - 1) / n S bytes
+// Which is taken, and why: docs/decisions/ranks.md#sums.
+//
 // all_reduce_local adds partials that are here already (NCCL brought them); all_reduce_timed first waits as long as a
 // sum would travel, for a rank measured alone.
 //

@@ -1,4 +1,4 @@
-// Moves rows between a pass's buffer and the ring of tapped features (indexed by position), or takes one row of a
+// Moves rows between a pass's buffer and the ring of aux hidden states (indexed by position), or takes one row of a
 // buffer. A drafter needs it: the rows that the target's pass produced are not the rows of the drafter's pass. Grid:
 // one block of 128 threads per row; 16 bytes a thread at a time.
 #include "common.cuh"

@@ -21,17 +21,17 @@ struct Up {
   int expert, tile;
   unsigned by;
 };
-template <class F, int kColumns>
-__device__ __forceinline__ typename Stream<F, kColumns>::At up_run(const ExpertParams& p, const ExpertMatrix& m,
-                                                                   const Up& of) {
+template <class F, int kMTiles>
+__device__ __forceinline__ typename WeightStream<F, kMTiles>::At up_run(const ExpertParams& p, const ExpertMatrix& m,
+                                                                        const Up& of) {
   const int thread = thread_index_anew();
-  return Stream<F, kColumns>::run(m, of.expert, of.tile, p.k, Run<F>(p.k, thread >> 5, kExpertWarps).first,
-                                  thread & 31);
+  return WeightStream<F, kMTiles>::run(m, of.expert, of.tile, p.k, Run<F>(p.k, thread >> 5, kExpertWarps).first,
+                                       thread & 31);
 }
-template <class F, int kColumns, bool kShared>
-__device__ __forceinline__ void up_tile(Stream<F, kColumns>& stream, const ExpertParams& p, const ExpertMatrix& m,
-                                        const Up& of, const typename Stream<F, kColumns>::At& next,
-                                        const Chosen<kColumns * 8>& chosen, float4 (*partial)[kColumns][32],
+template <class F, int kMTiles, bool kShared>
+__device__ __forceinline__ void up_tile(WeightStream<F, kMTiles>& stream, const ExpertParams& p, const ExpertMatrix& m,
+                                        const Up& of, const typename WeightStream<F, kMTiles>::At& next,
+                                        const Chosen<kMTiles * 8>& chosen, float4 (*partial)[kMTiles][32],
                                         const float* inverse) {
   const unsigned by = of.by;
   const int n = __popc(by), tile = of.tile;
@@ -45,30 +45,31 @@ __device__ __forceinline__ void up_tile(Stream<F, kColumns>& stream, const Exper
   {
     const int thread = thread_index_anew(), warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const Run<F> run(p.k, warp, kExpertWarps);
-    const bf16* x[kColumns];
-    int left[kColumns];
+    const bf16* x[kMTiles];
+    int left[kMTiles];
 #pragma unroll
-    for (int c = 0; c < kColumns; c++) {
+    for (int c = 0; c < kMTiles; c++) {
       const bool wanted = c * 8 + g < n;
       x[c] = p.x + (size_t)(wanted ? row_of(c * 8 + g) : 0) * p.x_stride + run.first * F::kK + 8 * t;
       left[c] = wanted ? p.k - run.first * F::kK - 8 * t : 0;
     }
-    float acc[kColumns][4] = {};
-    stream.sum(acc, Stream<F, kColumns>::run(m, of.expert, tile, p.k, run.first, lane), next, x, left, run.n, lane);
+    float acc[kMTiles][4] = {};
+    stream.sum(acc, WeightStream<F, kMTiles>::run(m, of.expert, tile, p.k, run.first, lane), next, x, left, run.n,
+               lane);
 #pragma unroll
-    for (int c = 0; c < kColumns; c++) store_shared(shared_address(&partial[warp][c][sum_slot(g, t)]), acc[c]);
+    for (int c = 0; c < kMTiles; c++) store_shared(shared_address(&partial[warp][c][sum_slot(g, t)]), acc[c]);
   }
-  const float scale = row_scale<F>(m, of.expert, tile, Adder(thread_index_anew() % (kColumns * 128)).n);
+  const float scale = row_scale<F>(m, of.expert, tile, Adder(thread_index_anew() % (kMTiles * 128)).n);
 #ifndef PLANT_MISSING_BARRIER
   __syncthreads();
 #endif
   const int thread = thread_index_anew();
-  if (thread < kColumns * 128) {
+  if (thread < kMTiles * 128) {
     const Adder a(thread);
     const SharedAddress sums = shared_address(&partial[0][thread >> 7][0]) + a.at * 4;
     float v[kExpertWarps], y = 0;
 #pragma unroll
-    for (int w = 0; w < kExpertWarps; w++) v[w] = load_shared(sums + w * kColumns * 512);
+    for (int w = 0; w < kExpertWarps; w++) v[w] = load_shared(sums + w * kMTiles * 512);
 #pragma unroll
     for (int w = 0; w < kExpertWarps; w++) y = __fadd_rn(y, v[w]);
     const bool wanted = a.column < n;
@@ -81,17 +82,19 @@ __device__ __forceinline__ void up_tile(Stream<F, kColumns>& stream, const Exper
   }
 }
 
-template <class Routed, class Shared, int kColumns>
+template <class Routed, class Shared, int kMTiles>
 __device__ __forceinline__ void experts_up(const ExpertParams& p) {
-  constexpr int kRows = kColumns * 8,
+  constexpr int kRows = kMTiles * 8,
                 kCost = (2 * Shared::kUnitBytes * Routed::kK / (Routed::kUnitBytes * Shared::kK) + 1) /
-                        2;                                   // of a shared expert's tile, in tiles of the routed ones
-  SHARED(float4, partial, [2][kExpertWarps][kColumns][32]);  // in turn, so that a tile needs one barrier; before that
-                                                             // the routes' scores
+                        2;  // of a shared expert's tile, in tiles of the routed ones
+  // ---- Shared memory ----
+  SHARED(float4, partial, [2][kExpertWarps][kMTiles][32]);  // in turn, so that a tile needs one barrier; before that
+                                                            // the routes' scores
   SHARED(Chosen<kRows>, chosen, );
   SHARED(float, inverse, [kRows]);
-  static_assert(sizeof(float4) * 2 * kExpertWarps * kColumns * 32 == sizeof(float) * kRows * kMaxExperts, "scores fit");
+  static_assert(sizeof(float4) * 2 * kExpertWarps * kMTiles * 32 == sizeof(float) * kRows * kMaxExperts, "scores fit");
   pdl_launch_dependents();
+  // ---- Who does what ----
   const int shared_tiles = (p.shared.dim + 7) / 8, tiles = (p.routed.dim + 7) / 8, block = blockIdx.x,
             blocks = gridDim.x;
   // A block with a tile of the shared expert does that first, and skips as many rounds of the others as it costs; where
@@ -99,8 +102,8 @@ __device__ __forceinline__ void experts_up(const ExpertParams& p) {
   int buffer = 0;
   const int others = blocks - shared_tiles;
   if (block < shared_tiles) {
-    Stream<Shared, kColumns> stream;
-    stream.begin(up_run<Shared, kColumns>(p, p.shared, {0, block, 0}),
+    WeightStream<Shared, kMTiles> stream;
+    stream.begin(up_run<Shared, kMTiles>(p, p.shared, {0, block, 0}),
                  Run<Shared>(p.k, threadIdx.x >> 5, kExpertWarps).n, threadIdx.x & 31);
     pdl_wait();
     const int rows = rows_in_use(p.route.n_rows, p.route.first_row, p.rows);
@@ -108,17 +111,18 @@ __device__ __forceinline__ void experts_up(const ExpertParams& p) {
     touch_x(p, rows, p.k);
     inverse_of_rows(p, rows, inverse);  // up_tile has a barrier before it reads them
     for (int tile = block; tile < shared_tiles; tile += blocks, buffer ^= 1) {
-      const typename Stream<Shared, kColumns>::At none{};
-      up_tile<Shared, kColumns, true>(stream, p, p.shared, {0, tile, (1u << rows) - 1},
-                                      Stream<Shared, kColumns>::kFlows && tile + blocks < shared_tiles
-                                          ? up_run<Shared, kColumns>(p, p.shared, {0, tile + blocks, 0})
-                                          : none,
-                                      chosen, partial[buffer], inverse);
+      const typename WeightStream<Shared, kMTiles>::At none{};
+      up_tile<Shared, kMTiles, true>(stream, p, p.shared, {0, tile, (1u << rows) - 1},
+                                     WeightStream<Shared, kMTiles>::kFlows && tile + blocks < shared_tiles
+                                         ? up_run<Shared, kMTiles>(p, p.shared, {0, tile + blocks, 0})
+                                         : none,
+                                     chosen, partial[buffer], inverse);
     }
     __syncthreads();
     // Its first tile of the others, if even rows that share nothing have so many.
     if (others > 0 && kCost * others + block >= rows * p.route.top_k * tiles) return;
   }
+  // ---- The choice; then the routed experts' tiles ----
   const int rows = route<kRows>(p, reinterpret_cast<float*>(partial), inverse, chosen, block == blocks - 1);
   if (rows == 0) return;
   const int n_tiles = chosen.n * tiles;
@@ -136,15 +140,15 @@ __device__ __forceinline__ void experts_up(const ExpertParams& p) {
   int round = others > 0 && block < shared_tiles ? kCost : 0;
   Up now = up_of(round);
   if (now.expert < 0) return;
-  Stream<Routed, kColumns> stream;
-  stream.begin(up_run<Routed, kColumns>(p, p.routed, now), Run<Routed>(p.k, threadIdx.x >> 5, kExpertWarps).n,
+  WeightStream<Routed, kMTiles> stream;
+  stream.begin(up_run<Routed, kMTiles>(p, p.routed, now), Run<Routed>(p.k, threadIdx.x >> 5, kExpertWarps).n,
                threadIdx.x & 31);
   while (now.expert >= 0) {
     const Up after = up_of(++round);
-    const typename Stream<Routed, kColumns>::At none{};
-    up_tile<Routed, kColumns, false>(
+    const typename WeightStream<Routed, kMTiles>::At none{};
+    up_tile<Routed, kMTiles, false>(
         stream, p, p.routed, now,
-        Stream<Routed, kColumns>::kFlows && after.expert >= 0 ? up_run<Routed, kColumns>(p, p.routed, after) : none,
+        WeightStream<Routed, kMTiles>::kFlows && after.expert >= 0 ? up_run<Routed, kMTiles>(p, p.routed, after) : none,
         chosen, partial[buffer], inverse);
     buffer ^= 1;
     now = after;
@@ -154,11 +158,13 @@ __device__ __forceinline__ void experts_up(const ExpertParams& p) {
 // ---- experts_down ----
 // A block has kTiles tiles of 16 outputs, each worked on by so many of its warps.
 constexpr int kRuns = 8;  // of the shared expert's K, added in order
-template <class Routed, class Shared, int kColumns>
+template <class Routed, class Shared, int kMTiles>
 __device__ __forceinline__ void experts_down(const ExpertParams& p) {
-  constexpr int kTiles = kColumns == 1 ? 2 : 1, kRows = kColumns * 8, kWorkers = kExpertWarps / kTiles;
+  constexpr int kTiles = kMTiles == 1 ? 2 : 1, kRows = kMTiles * 8, kWorkers = kExpertWarps / kTiles;
+  // ---- Shared memory ----
   SHARED(float, sums, [kTiles][kRows * kMaxChosen][16]);  // [row * top_k + slot][output]
-  SHARED(float4, shared_sums, [kTiles][kRuns][kColumns][32]);
+  SHARED(float4, shared_sums, [kTiles][kRuns][kMTiles][32]);
+  // ---- Who does what ----
   struct Place {  // of a warp and a lane
     int lane, g, t, own, worker, tile;
     __device__ __forceinline__ Place(int thread)
@@ -170,64 +176,66 @@ __device__ __forceinline__ void experts_down(const ExpertParams& p) {
           tile(blockIdx.x * kTiles + own) {}
   };
   const int n_tiles = p.n / 16;
+  // ---- Before the wait: the shared expert's part, which is known, into L2 ----
   pdl_launch_dependents();
-  if (p.shared.dim > 0) {  // the shared expert's part is known
+  if (p.shared.dim > 0) {
     const Place at(threadIdx.x);
     const Run<Shared> run(p.shared.dim, at.worker, kRuns);
     if (at.lane == 0 && at.worker < kRuns && at.tile < n_tiles && run.n > 0)
-      prefetch_l2(Stream<Shared, kColumns>::run(p.shared, 0, at.tile, p.shared.dim, run.first, 0).weights,
+      prefetch_l2(WeightStream<Shared, kMTiles>::run(p.shared, 0, at.tile, p.shared.dim, run.first, 0).weights,
                   run.n * Shared::kUnitBytes);
   }
   pdl_wait();
   const ExpertWork& work = *p.route.work;
   const int rows = rows_in_use(p.route.n_rows, p.route.first_row, p.rows), top_k = p.route.top_k;
   if (rows == 0) return;
+  // ---- The routed experts, an item a worker ----
   {
     const Place at(thread_index_anew());
     const int n_items = at.tile < n_tiles ? work.n : 0;
     // The next item's description is under way while this one is worked on.
     struct Item {
-      int expert, n, row[kColumns], slot[kColumns];
+      int expert, n, row[kMTiles], slot[kMTiles];
     };
     const auto describe = [&](int i) {
       const ExpertItem& item = work.item[i];
       Item r{item.expert, item.n, {}, {}};
 #pragma unroll
-      for (int c = 0; c < kColumns; c++) {
+      for (int c = 0; c < kMTiles; c++) {
         r.row[c] = item.row[c * 8 + at.g];
         r.slot[c] = item.slot[c * 8 + at.g];
       }
       return r;
     };
-    Stream<Routed, kColumns> stream;
+    WeightStream<Routed, kMTiles> stream;
     const int units = units_of<Routed>(p.routed.dim);
     const auto run_of = [&](const Item& item) {
-      return Stream<Routed, kColumns>::run(p.routed, item.expert, at.tile, p.routed.dim, 0, at.lane);
+      return WeightStream<Routed, kMTiles>::run(p.routed, item.expert, at.tile, p.routed.dim, 0, at.lane);
     };
     Item next = describe(at.worker);
     if (at.worker < n_items) stream.begin(run_of(next), units, at.lane);
 #pragma unroll 1
     for (int i = at.worker; i < n_items; i += kWorkers) {
-      constexpr bool kFlows = Stream<Routed, kColumns>::kFlows;
+      constexpr bool kFlows = WeightStream<Routed, kMTiles>::kFlows;
       const Item item = kFlows ? next : describe(i);
       const bool more = kFlows && i + kWorkers < n_items;
       if (more) next = describe(i + kWorkers);
-      const bf16* x[kColumns];
-      int left[kColumns];
+      const bf16* x[kMTiles];
+      int left[kMTiles];
 #pragma unroll
-      for (int c = 0; c < kColumns; c++) {
+      for (int c = 0; c < kMTiles; c++) {
         const bool wanted = c * 8 + at.g < item.n;
         x[c] = p.x + (wanted ? (size_t)item.row[c] * p.x_stride + item.slot[c] * p.routed.dim : 0) + 8 * at.t;
         left[c] = wanted ? p.routed.dim - 8 * at.t : 0;
         for (int line = at.t * 64; line < left[c]; line += 256) touch(x[c] - 8 * at.t + line);
       }
-      float acc[kColumns][4] = {};
-      const typename Stream<Routed, kColumns>::At none{};
+      float acc[kMTiles][4] = {};
+      const typename WeightStream<Routed, kMTiles>::At none{};
       const float low = row_scale<Routed>(p.routed, item.expert, at.tile, at.g),
                   high = row_scale<Routed>(p.routed, item.expert, at.tile, at.g + 8);
       stream.sum(acc, run_of(item), more ? run_of(next) : none, x, left, units, at.lane);
 #pragma unroll
-      for (int c = 0; c < kColumns; c++)
+      for (int c = 0; c < kMTiles; c++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
           const int column = c * 8 + 2 * at.t + (e & 1);
@@ -237,38 +245,40 @@ __device__ __forceinline__ void experts_down(const ExpertParams& p) {
         }
     }
   }
+  // ---- The shared expert, a run of K a worker ----
   if (p.shared.dim > 0) {
     const Place at(thread_index_anew());
     const Run<Shared> run(p.shared.dim, at.worker, kRuns);
     if (at.worker < kRuns && at.tile < n_tiles) {
-      const bf16* x[kColumns];
-      int left[kColumns];
+      const bf16* x[kMTiles];
+      int left[kMTiles];
 #pragma unroll
-      for (int c = 0; c < kColumns; c++) {
+      for (int c = 0; c < kMTiles; c++) {
         const bool wanted = c * 8 + at.g < rows;
         x[c] = p.x + (size_t)(wanted ? c * 8 + at.g : 0) * p.x_stride + top_k * p.routed.dim + run.first * Shared::kK +
                8 * at.t;
         left[c] = wanted ? p.shared.dim - run.first * Shared::kK - 8 * at.t : 0;
       }
-      float acc[kColumns][4] = {};
-      Stream<Shared, kColumns> stream;
-      const typename Stream<Shared, kColumns>::At here = Stream<Shared, kColumns>::run(
-                                                      p.shared, 0, at.tile, p.shared.dim, run.first, at.lane),
-                                                  none{};
+      float acc[kMTiles][4] = {};
+      WeightStream<Shared, kMTiles> stream;
+      const typename WeightStream<Shared, kMTiles>::At here = WeightStream<Shared, kMTiles>::run(
+                                                           p.shared, 0, at.tile, p.shared.dim, run.first, at.lane),
+                                                       none{};
       stream.begin(here, run.n, at.lane);
       stream.sum(acc, here, none, x, left, run.n, at.lane);
 #pragma unroll
-      for (int c = 0; c < kColumns; c++)
+      for (int c = 0; c < kMTiles; c++)
         store_shared(shared_address(&shared_sums[at.own][at.worker][c][sum_slot(at.g, at.t)]), acc[c]);
     }
   }
 #ifndef PLANT_MISSING_BARRIER
   __syncthreads();
 #endif
+  // ---- Sums in order, and the output ----
   // Thread: tile, column (a row of the pass), output of the tile.
-  const int thread = thread_index_anew(), own = thread / (kColumns * 128), tile = blockIdx.x * kTiles + own;
+  const int thread = thread_index_anew(), own = thread / (kMTiles * 128), tile = blockIdx.x * kTiles + own;
   if (own >= kTiles || tile >= n_tiles) return;
-  const Adder a(thread % (kColumns * 128));
+  const Adder a(thread % (kMTiles * 128));
   const int row = a.column;
   const bool wanted = row < rows;
   float square_sum = 0;
@@ -283,7 +293,7 @@ __device__ __forceinline__ void experts_down(const ExpertParams& p) {
       float sum = 0;
 #pragma unroll
       for (int r = 0; r < kRuns; r++)
-        sum = __fadd_rn(sum, reinterpret_cast<const float*>(shared_sums[own][r][thread % (kColumns * 128) >> 7])[a.at]);
+        sum = __fadd_rn(sum, reinterpret_cast<const float*>(shared_sums[own][r][thread % (kMTiles * 128) >> 7])[a.at]);
       y = __fadd_rn(y, scaled<Shared>(row_scale<Shared>(p.shared, 0, tile, a.n), sum));
     }
     if (p.partial) {

@@ -49,10 +49,11 @@ struct Run {
   }
 };
 // What a warp has under way of a stream of runs: the first units of the run that comes next.
-template <class F, int kColumns>
-struct Stream {
-  // With more columns there are registers for less: a unit at a time, x when it is needed, each run for itself.
-  static constexpr bool kFlows = kColumns == 1;
+template <class F, int kMTiles>
+struct WeightStream {
+  // With more M tiles (8 rows of the pass each) there are registers for less: a unit at a time, x when it is needed,
+  // each run for itself.
+  static constexpr bool kFlows = kMTiles == 1;
   static constexpr int kAhead = kFlows ? 2 : 1;
   typename F::Held held[kAhead];
   // A run: the lane's part of its first unit, and its scales.
@@ -80,12 +81,12 @@ struct Stream {
   // run before has begun; begins run `next` of as many units, if there is one. x[c]: what the lane multiplies of its
   // column; left[c]: how many numbers of x there are from there on, 0 for a column that is not wanted. Behind the end
   // of x weights are 0.
-  __device__ __forceinline__ void sum(float (&acc)[kColumns][4], At at, const At& next, const bf16* (&x)[kColumns],
-                                      int (&left)[kColumns], int n, int lane) {
-    uint4 in[kColumns][kFlows ? F::kWords : 1] = {};
+  __device__ __forceinline__ void sum(float (&acc)[kMTiles][4], At at, const At& next, const bf16* (&x)[kMTiles],
+                                      int (&left)[kMTiles], int n, int lane) {
+    uint4 in[kMTiles][kFlows ? F::kWords : 1] = {};
     const auto fetch_x = [&](int u, int w) {
 #pragma unroll
-      for (int c = 0; c < kColumns; c++)
+      for (int c = 0; c < kMTiles; c++)
         if (left[c] > u * F::kK + w * 32)
           in[c][kFlows ? w : 0] = load_activations(reinterpret_cast<const uint4*>(x[c] + u * F::kK + w * 32));
     };
@@ -102,7 +103,7 @@ struct Stream {
         for (int w = 0; w < F::kWords; w++) {
           if (!kFlows) fetch_x(u, w);
 #pragma unroll
-          for (int c = 0; c < kColumns; c++) F::multiply(acc[c], held[u], w, in[c][kFlows ? w : 0]);
+          for (int c = 0; c < kMTiles; c++) F::multiply(acc[c], held[u], w, in[c][kFlows ? w : 0]);
           if (kFlows) fetch_x(u + 1, w);
           else
             __syncwarp();  // keeps the next word's loads from being moved up: they would cost more registers than there
@@ -114,7 +115,7 @@ struct Stream {
       at.weights += kAhead * F::kUnitBytes;
       at.scales += kAhead * F::kScales;
 #pragma unroll
-      for (int c = 0; c < kColumns; c++) {
+      for (int c = 0; c < kMTiles; c++) {
         x[c] += kAhead * F::kK;
         left[c] -= kAhead * F::kK;
       }

@@ -1,5 +1,6 @@
 // How a pass chooses its experts: every block of experts_up does it for itself (route), from the sums that router.cu
-// left; the last block leaves the result for experts_down. Read experts.cu first.
+// left; the last block leaves the result for experts_down. Read experts.cu first;
+// what was measured and dropped: docs/decisions/kernels.md#experts.
 #pragma once
 #include "experts.cuh"
 
@@ -49,9 +50,11 @@ template <int kRows>
 __device__ __noinline__ int route(const ExpertParams& ep, float* score, float* inverse, Chosen<kRows>& chosen,
                                   bool leaves_work) {
   const RouteParams& p = ep.route;
+  // ---- Shared memory and who does what ----
   SHARED(unsigned, first_of_warp, [kExpertWarps]);
   constexpr int kMine = kMaxExperts / 32;  // of a lane: experts lane, lane + 32, ..
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = warp, E = p.n_experts, group = E / p.n_groups;
+  // ---- Constants, the wait, and the router's sums ----
   chosen.bias[threadIdx.x] = p.bias && (int)threadIdx.x < E ? p.bias[threadIdx.x] : 0.0f;
   chosen.wanting[threadIdx.x] = 0;
   pdl_wait();
@@ -66,6 +69,7 @@ __device__ __noinline__ int route(const ExpertParams& ep, float* score, float* i
     score[i] = __fadd_rn(__fadd_rn(__fadd_rn(part[0], part[1]), part[2]), part[3]);
   }
   __syncthreads();
+  // ---- Rows: a warp each ----
   if (row < rows) {
     float* mine = score + row * E;
     const float inv = inverse[row];
@@ -74,6 +78,7 @@ __device__ __noinline__ int route(const ExpertParams& ep, float* score, float* i
       for (int e = lane; e < E; e += 32) best = fmaxf(best, __fmul_rn(mine[e], inv));
       best = warp_max(best);
     }
+    // ---- Row: scores ----
     unsigned key[kMine];  // of what decides: the score, biased. A row's softmax has one divisor, which changes no order
 #pragma unroll
     for (int i0 = 0; i0 < kMine; i0 += 4) {
@@ -98,6 +103,7 @@ __device__ __noinline__ int route(const ExpertParams& ep, float* score, float* i
     }
     if (p.softmax) sum = warp_sum(sum);
     __syncwarp();
+    // ---- Row: the best groups alone stay ----
     if (p.n_groups > 1) {
       float first = -INFINITY, second = -INFINITY;  // of group `lane`
       if (lane < p.n_groups)
@@ -117,7 +123,7 @@ __device__ __noinline__ int route(const ExpertParams& ep, float* score, float* i
       for (int i = 0; i < kMine; i++)
         if (lane + i * 32 < E && !(kept >> (lane + i * 32) / group & 1)) key[i] = 0;
     }
-    // The k best, one by one, of equals the lowest.
+    // ---- Row: the k best, one by one, of equals the lowest ----
     unsigned taken = 0;  // bit j: expert lane + 32 j
 #pragma unroll 1
     for (int i = 0; i < p.top_k; i++) {
@@ -142,7 +148,7 @@ __device__ __noinline__ int route(const ExpertParams& ep, float* score, float* i
             taken |= 1u << j;
           }
     }
-    // Ascending: experts of a lower j first, then of a lower lane.
+    // ---- Row: its experts ascending (those of a lower j first, then of a lower lane), and their weights ----
     int before = 0;
 #pragma unroll
     for (int j = 0; j < kMine; j++) {
@@ -163,7 +169,7 @@ __device__ __noinline__ int route(const ExpertParams& ep, float* score, float* i
     }
   }
   __syncthreads();
-  // Thread: an expert.
+  // ---- Experts that somebody wants: a thread each ----
   const unsigned by = chosen.wanting[threadIdx.x], wanted = __ballot_sync(0xffffffffu, by != 0);
   if (lane == 0) first_of_warp[warp] = __popc(wanted);
   __syncthreads();

@@ -1,14 +1,13 @@
 // How a 16-row tile of weights is stored, and what one lane does with its part of a block of 32 k: used by linear.cu
 // and experts.cu, written by repack.cu. Lane 4g+t owns k = 8t..8t+7 of rows g and g + 8 in every format, so that
-// activations are the same operands for all.
+// activations are the same operands for all. Why these: docs/decisions/kernels.md#weight-formats.
 //
-//   Bf16   [tile][k_blocks][2][32 lanes] uint4                             1,024 bytes a block
-//   Fp8    [tile][k_blocks / 2, rounded up][2][32 lanes] uint4            1,024 for two blocks: four words of a row g,
-//   g, g + 8, g + 8, four e4m3 each (below), and beside them
-//          scales [tile][units][2][2] f32: of a block rows 0-7 and 8-15, or none
-//   Int4   [tile][k_blocks / 2, rounded up]{[32 lanes] uint4, [8 g] uint2} 576 for two blocks: a word a row and block
-//   (g and g + 8 of the first block, then of the second),
-//          then bf16 scales in the same order
+//   Bf16   [tile][k_blocks][2][32 lanes] uint4: 1,024 bytes a block
+//   Fp8    [tile][k_blocks / 2, rounded up][2][32 lanes] uint4: 1,024 bytes for two blocks; four words of rows g, g,
+//          g + 8, g + 8, four e4m3 each (below), and beside them scales [tile][units][2][2] f32: of a block rows 0-7
+//          and 8-15, or none
+//   Int4   [tile][k_blocks / 2, rounded up]{[32 lanes] uint4, [8 g] uint2}: 576 bytes for two blocks; a word a row and
+//          block (g and g + 8 of the first block, then of the second), then bf16 scales in the same order
 //
 // A unit is what is loaded at once: kK numbers of K, kWords operands of x, kScales scales beside it.
 // Numbers become bf16 without rounding; a block's sum is multiplied by its scale in f32 before it is added. In a word

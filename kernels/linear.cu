@@ -6,52 +6,54 @@
 // 8 columns: 1 to 8 rows cost the same bytes. A block takes tiles of 16 rows, blockIdx.x, + gridDim.x, ...; each of its
 // warps has one segment of K. A lane keeps kAhead units of weights in flight in registers, from before the dependency
 // wait on, and of x, which L1 has, those of kXAhead units; it asks for the next tile's before the block adds up the
-// present one. A warp leaves its segment's sum in shared memory; then one thread per output adds the segments in
-// ascending order. Segments belong to the weight (params.h), so all widths give the same bits, and linear_prefill too.
-// RMSNorm costs the K loop nothing: x comes as bf16(x * norm) with the squares of its tiles (params.h); one warp a row
-// makes inv from them while others stream.
+// present one. A warp leaves its segment's sum in shared memory; then one thread per output adds the segments (split-K)
+// in ascending order. Segments belong to the weight (params.h), so all widths give the same bits, and linear_prefill
+// too. RMSNorm costs the K loop nothing: x comes as bf16(x * norm) with the squares of its tiles (params.h); one warp a
+// row makes inv from them while others stream.
 //
-// Shared memory: partial [2][8 segments][kColumns][32 lanes] float4. A lane's float4 lies at slot t * 8 + (g + 2t) % 8,
+// Shared memory: partial [2][8 segments][kMTiles][32 lanes] float4. A lane's float4 lies at slot t * 8 + (g + 2t) % 8,
 // so that both its store and the adding warps' reads (warp q of four a tile-column: t = q, one float a lane) are free
 // of bank conflicts. With two buffers a tile needs one barrier.
+//
+// What was measured and dropped: docs/decisions/kernels.md#linear-layers.
 #include <type_traits>
 #include "format.cuh"
 #include "linear_row.cuh"
 
 namespace {
 
-// F: the format of the weights.
-template <class F, int kColumns, int kAhead, int kXAhead, int kParts>
+// F: the format of the weights. kMTiles: tiles of 8 rows of the pass, the mma's columns.
+template <class F, int kMTiles, int kAhead, int kXAhead, int kParts>
 __device__ __forceinline__ void linear(const LinearParams& p) {
   constexpr int kWarps = kSegments;
-  constexpr int kAdders = kColumns * 4;  // warps that add up outputs, one output a thread
-  constexpr int kSegmentBytes = kColumns * 512, kBufferBytes = kSegments * kSegmentBytes;
-  constexpr int kRowsAWarp = (kColumns * 8 + kWarps - 1) / kWarps;  // rows whose inv a warp makes: warp, + kWarps
+  constexpr int kAdders = kMTiles * 4;  // warps that add up outputs, one output a thread
+  constexpr int kSegmentBytes = kMTiles * 512, kBufferBytes = kSegments * kSegmentBytes;
+  constexpr int kRowsAWarp = (kMTiles * 8 + kWarps - 1) / kWarps;  // rows whose inv a warp makes: warp, + kWarps
   static_assert(kAdders <= kWarps, "one output a thread");
   static_assert(kAhead % kXAhead == 0, "a unit's place among those of x is known to the compiler");
-  SHARED(float4, partial, [2][kSegments][kColumns][32]);
-  SHARED(float, inverse, [kParts][kColumns * 8]);
+  // ---- Shared memory ----
+  SHARED(float4, partial, [2][kSegments][kMTiles][32]);
+  SHARED(float, inverse, [kParts][kMTiles * 8]);
   SHARED(float, best, [kAdders * 32]);
   SHARED(int, best_id, [kAdders * 32]);
+  // ---- Who does what: this warp's segment of a part, units first .. first + n_mine of K ----
   pdl_launch_dependents();  // first: a successor takes a microsecond to start, and all blocks of this kernel are
                             // resident or done by then
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2,
             t = lane & 3;  // the shuffle tells the compiler: uniform
   const int n_tiles = p.n_tiles;
-
-  // This warp's segment of a part: units first .. first + n_mine of K.
   int first = 0, n_mine = 0;
   const char* weights = nullptr;
   const float* scales = nullptr;
-  const bf16* x[kColumns];
-  int n_x[kColumns];  // of my units' 32-k words, those in which this lane's 8 k of this row exist
+  const bf16* x[kMTiles];
+  int n_x[kMTiles];  // of my units' 32-k words, those in which this lane's 8 k of this row exist
   SharedAddress slot = shared_address(&partial[0][warp][0][t * 8 + ((g + 2 * t) & 7)]);
   auto enter_part = [&](int i) {
     const LinearPart& part = p.part[i];
     first = warp * part.segment_units;
     n_mine = min((int)part.segment_units, units_of<F>(part.k) - first);
 #pragma unroll
-    for (int c = 0; c < kColumns; c++) {
+    for (int c = 0; c < kMTiles; c++) {
       const int row = c * 8 + g;
       n_x[c] = row < p.rows ? min(n_mine * F::kWords, (part.k - first * F::kK - 8 * t + 31) >> 5) : 0;
       x[c] = part.x + (size_t)(row < p.rows ? row : 0) * part.x_stride + first * F::kK + 8 * t;
@@ -63,8 +65,9 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
     weights = reinterpret_cast<const char*>(part.weights) + unit * F::kUnitBytes + lane * F::kLaneBytes;
     scales = part.scales + unit * F::kScales;
   };
+  // ---- Loads under way: weights kAhead units ahead, x kXAhead ----
   typename F::Held held[kAhead];
-  uint4 in[kXAhead][kColumns][F::kWords] = {};
+  uint4 in[kXAhead][kMTiles][F::kWords] = {};
   // Start the loads of unit u from where the pointers stand, of which `left` are mine from there on. What is not there
   // of x keeps what it had, and meets weights of 0.
   auto fetch = [&](int slot, int u, int left) {
@@ -72,12 +75,13 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   };
   auto fetch_x = [&](int slot, int u) {
 #pragma unroll
-    for (int c = 0; c < kColumns; c++)
+    for (int c = 0; c < kMTiles; c++)
 #pragma unroll
       for (int w = 0; w < F::kWords; w++)
         if (u * F::kWords + w < n_x[c])
           in[slot][c][w] = load_activations(reinterpret_cast<const uint4*>(x[c] + u * F::kK + w * 32));
   };
+  // ---- Outputs: one a thread of the first kAdders warps ----
   // The output of an adding thread: row `row` of the pass, row n of the weights, or column j of a gated output.
   struct Output {
     bool wanted;
@@ -102,6 +106,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
     if (p.bias) bias = load_constant_bits(p.bias + o.n);
   };
 
+  // ---- Before the wait: the first tile's weights and constants ----
   enter_part(0);
   const float* residual_at = p.stream;
   bool reads_residual = false;
@@ -122,7 +127,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
   };
   enter_residual(blockIdx.x);
 #pragma unroll
-  for (int c = 0; c < kColumns; c++) {
+  for (int c = 0; c < kMTiles; c++) {
     have_now(x[c]);
     have_now(n_x[c]);
   }
@@ -133,6 +138,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 
   int buffer_offset = 0;
 
+  // ---- Tiles, and the parts of each ----
   for (int tile = blockIdx.x; tile < end_tile; tile += gridDim.x) {
     const bool first_tile = tile == (int)blockIdx.x;
     float y = 0;
@@ -144,6 +150,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 #pragma unroll
       for (int u = 0; u < kXAhead; u++) fetch_x(u, u);
       if (last_part && reads_residual) residual = load_activation(residual_at);
+      // ---- First tile: sums of squares, a warp a row ----
       float square_sum[kRowsAWarp] = {};
       if (first_tile && part.squares) {
         const int tiles = part.k / 16;
@@ -162,7 +169,8 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
           }
         }
       }
-      float acc[kColumns][4] = {};
+      // ---- My segment ----
+      float acc[kMTiles][4] = {};
 #ifdef PLANT_OFF_BY_ONE
       const int n_units = n_mine - (warp == 0 && n_mine > 1);
 #else
@@ -174,7 +182,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
         for (int u = 0; u < kAhead; u++) {
           if (b0 + u >= n_units) break;
 #pragma unroll
-          for (int c = 0; c < kColumns; c++)
+          for (int c = 0; c < kMTiles; c++)
 #pragma unroll
             for (int w = 0; w < F::kWords; w++) F::multiply(acc[c], held[u], w, in[u % kXAhead][c][w]);
           fetch(u, u + kAhead, n_mine - b0);
@@ -183,14 +191,14 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
         weights += kAhead * F::kUnitBytes;
         scales += kAhead * F::kScales;
 #pragma unroll
-        for (int c = 0; c < kColumns; c++) {
+        for (int c = 0; c < kMTiles; c++) {
           x[c] += kAhead * F::kK;
           n_x[c] -= kAhead * F::kWords;
         }
       }
       if (n_mine > 0) {
 #pragma unroll
-        for (int c = 0; c < kColumns; c++) store_shared(slot + buffer_offset + c * 512, acc[c]);
+        for (int c = 0; c < kMTiles; c++) store_shared(slot + buffer_offset + c * 512, acc[c]);
       }
       if (first_tile && part.squares) {
 #pragma unroll
@@ -203,12 +211,12 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
       if (kParts == 1) {  // back to my first unit
         const int done = (max(n_units, 0) + kAhead - 1) / kAhead * kAhead;
 #pragma unroll
-        for (int c = 0; c < kColumns; c++) {
+        for (int c = 0; c < kMTiles; c++) {
           x[c] -= done * F::kK;
           n_x[c] += done * F::kWords;
         }
       }
-      // The next loads start before this sum is added up.
+      // ---- The next loads start before this sum is added up ----
       const int next_tile = last_part ? tile + gridDim.x : tile;
       if (next_tile < n_tiles) {
         if (kParts > 1) enter_part(last_part ? 0 : i + 1);
@@ -216,10 +224,11 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 #pragma unroll
         for (int u = 0; u < kAhead; u++) fetch(u, u, n_mine);
       }
+      // ---- Segments added in order, and the epilogue ----
       const int thread = thread_index_anew();
       const Output o = output_of(thread, tile);
       const int quarter = (thread >> 5) & 3, out_g = (thread & 31) >> 2;
-      SharedAddress sums = shared_address(&partial[0][0][0][0]) + buffer_offset + (thread >> 7) % kColumns * 512 +
+      SharedAddress sums = shared_address(&partial[0][0][0][0]) + buffer_offset + (thread >> 7) % kMTiles * 512 +
                            (quarter * 8 + ((out_g + 2 * quarter) & 7)) * 16 + (thread & 3) * 4;
       SharedAddress inverse_at = shared_address(&inverse[i][0]) + o.row * 4;
       have_now(sums);
@@ -275,6 +284,7 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
     }
   }
 
+  // ---- The block's maxima ----
   if (p.max_value && p.epilogue == kEpilogueLogits) {
     __syncthreads();
     const int m = threadIdx.x;
@@ -296,9 +306,9 @@ __device__ __forceinline__ void linear(const LinearParams& p) {
 }  // namespace
 
 // linear_m<most rows>[_<format>]; linear_two takes two parts and up to 16 rows. Launched with min(n_tiles, 2 blocks per
-// SM) blocks of 8 warps; 16 warps, 4 warps, three blocks a SM and two tiles at once are slower (docs/measurements.md).
-#define LINEAR(name, format, columns, ahead, x_ahead, parts) \
-  KERNEL(name, LinearParams, kSegments * 32, 2) { linear<format, columns, ahead, x_ahead, parts>(p); }
+// SM) blocks of 8 warps; 16 warps, 4 warps, three blocks a SM and two tiles at once are slower.
+#define LINEAR(name, format, m_tiles, ahead, x_ahead, parts) \
+  KERNEL(name, LinearParams, kSegments * 32, 2) { linear<format, m_tiles, ahead, x_ahead, parts>(p); }
 LINEAR(linear_m8, Bf16, 1, 6, 6, 1)
 LINEAR(linear_m16, Bf16, 2, 4, 4, 1)
 LINEAR(linear_two, Bf16, 2, 3, 3, 2)

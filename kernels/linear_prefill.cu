@@ -4,7 +4,7 @@
 // accumulators. A norm is applied by norm_rows before (x * norm, and inv per row for the end).
 //
 // Grid: (token tiles, weight tiles): blocks that share weights run together, so that weights are read from memory once.
-// Block: kWarpsN x kWarpsM warps, each kTiles 16-row tiles x kColumns 8-token columns. Shared memory: a ring of steps
+// Block: kWarpsN x kWarpsM warps, each kTiles 16-row tiles x kMTiles 8-token columns. Shared memory: a ring of steps
 // of 64 k, filled by cp.async: [stages][weights [tile][2 blocks][2][32], tokens [2 blocks][kM][4]] uint4; every read of
 // fragments is 512 contiguous bytes a warp. Fragments are read one 16-k half ahead of their mma, across the step's one
 // barrier too. A prefill needs no early residency (its kernels are long), so it is exempt from the 48 KB rule: the ring
@@ -12,7 +12,7 @@
 //
 // H200, all linears of Llama 3.1 8B: 512 rows 25 ms (285 TFLOP/s; mma.sync alone reaches 490), 64 rows 7.5 ms. What did
 // not help there: 6 stages for the large tile, 8 warps or 32 weight rows for the small one, copies spread over the step
-// between the mma.
+// between the mma (docs/decisions/kernels.md#prefill).
 #include <type_traits>
 #include "linear_row.cuh"
 
@@ -65,9 +65,9 @@ __device__ __forceinline__ void store_row(const LinearParams& p, int row, int n,
   }
 }
 
-template <int kTiles, int kColumns, int kWarpsN, int kWarpsM, int kParts>
+template <int kTiles, int kMTiles, int kWarpsN, int kWarpsM, int kParts>
 __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
-  constexpr int kThreads = kWarpsN * kWarpsM * 32, kNTiles = kTiles * kWarpsN, kM = kColumns * kWarpsM * 8;
+  constexpr int kThreads = kWarpsN * kWarpsM * 32, kNTiles = kTiles * kWarpsN, kM = kMTiles * kWarpsM * 8;
   constexpr int kWeightWords = kNTiles * kStep * 64, kTokenWords = kM * kStep * 4,
                 kStageWords = kWeightWords + kTokenWords, kStages = kPrefillRing / (kStageWords * 16);
   constexpr int kTileStride = kThreads / (kStep * 64),
@@ -75,14 +75,16 @@ __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
   static_assert(kThreads % (kStep * 64) == 0 && kWeightWords % kThreads == 0 && kTokenWords % kThreads == 0,
                 "copies divide evenly");
   static_assert(kPrefillRing % (kStageWords * 16) == 0 && kStages >= 3, "the ring is whole steps");
+  // ---- Shared memory and who does what ----
   DYN_SMEM(uint4, ring);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int warp_n = warp % kWarpsN * kTiles, warp_m = warp / kWarpsN * kColumns;  // in tiles, in columns of 8
+  const int warp_n = warp % kWarpsN * kTiles, warp_m = warp / kWarpsN * kMTiles;  // in tiles, in columns of 8
   const int first_tile = blockIdx.y * kNTiles, first_token = blockIdx.x * kM;
   auto steps_of = [&](int i) { return (k_blocks_of(p.part[i].k) + kStep - 1) / kStep; };
   const int n_steps0 = steps_of(0), n_steps = n_steps0 + (kParts > 1 ? steps_of(1) : 0);
 
-  // Copies of a step. A step that K does not fill, rows and tiles that are not there are zeros: they change no bits,
+  // ---- Copies of a step ----
+  // A step that K does not fill, rows and tiles that are not there are zeros: they change no bits,
   // since a sum of segments is never -0.
   const int my_tile = first_tile + threadIdx.x / (kStep * 64), my_row = first_token + threadIdx.x / (kStep * 4);
   const int my_block = threadIdx.x / 64 % kStep, my_k = threadIdx.x % (kStep * 4) * 8;
@@ -113,6 +115,7 @@ __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
   };
   static_assert(kRowStride % 2 == 0, "the swap is the same for all copies of a thread");
 
+  // ---- The ring fills: weights before the wait, tokens behind it ----
   for (int s = 0; s < kStages - 1; s++)
     if (s < n_steps) fetch_weights(s, ring + s * kStageWords);
   pdl_launch_dependents();
@@ -124,12 +127,13 @@ __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
     copy_async_commit();
   }
 
-  float acc[kTiles][kColumns][4], sum[kTiles][kColumns][4], y[kParts > 1 ? kTiles : 1][kColumns][4];
+  // ---- Accumulators: acc of the segment under way, sum of those before, y of the first part ----
+  float acc[kTiles][kMTiles][4], sum[kTiles][kMTiles][4], y[kParts > 1 ? kTiles : 1][kMTiles][4];
   auto for_each = [&](auto f) {
 #pragma unroll
     for (int r = 0; r < kTiles; r++)
 #pragma unroll
-      for (int c = 0; c < kColumns; c++)
+      for (int c = 0; c < kMTiles; c++)
 #pragma unroll
         for (int e = 0; e < 4; e++) f(r, c, e);
   };
@@ -140,9 +144,10 @@ __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
     return p.part[i].inv && token(c, e) < n_rows ? p.part[i].inv[token(c, e)] : 1.0f;
   };
 
-  // Fragments of half q of the step at `stage`. Weights are double-buffered; tokens (both halves of a block in one
+  // ---- Fragments ----
+  // Of half q of the step at `stage`. Weights are double-buffered; tokens (both halves of a block in one
   // read) are replaced as soon as the mma took them.
-  uint4 weights[2][kTiles], tokens[kColumns];
+  uint4 weights[2][kTiles], tokens[kMTiles];
   auto read_weights = [&](const uint4* stage, int q) {
 #pragma unroll
     for (int r = 0; r < kTiles; r++) weights[q & 1][r] = stage[(warp_n + r) * kStep * 64 + q * 32 + lane];
@@ -153,7 +158,7 @@ __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
   auto multiply = [&](int q, const uint4* next_stage,
                       auto starts) {  // starts: a segment, so that what acc holds goes into sum first
 #pragma unroll
-    for (int c = 0; c < kColumns; c++) {
+    for (int c = 0; c < kMTiles; c++) {
 #pragma unroll
       for (int r = 0; r < kTiles; r++) {
         if (starts.value) {
@@ -169,11 +174,12 @@ __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
     }
   };
 
+  // ---- Steps ----
   copy_async_wait<kStages - 2>();
   __syncthreads();
   read_weights(ring, 0);
 #pragma unroll
-  for (int c = 0; c < kColumns; c++) read_tokens(ring, 0, c);
+  for (int c = 0; c < kMTiles; c++) read_tokens(ring, 0, c);
   int slot = 0, left = 0;  // blocks left of the segment
   for (int step = 0; step < n_steps; step++) {
     const uint4* stage = ring + slot * kStageWords;
@@ -215,6 +221,7 @@ __device__ __forceinline__ void linear_prefill(const LinearParams& p) {
       }
   }
 
+  // ---- Output ----
   // The sums change places through shared memory (the ring is done with), so that a thread gets a tile's outputs of one
   // row: [kM][kNTiles][16] floats, padded so that neither side has bank conflicts.
   constexpr int kTilePitch = 20, kRowPitch = kNTiles * kTilePitch + 4, kItems = kM * kNTiles / kThreads,

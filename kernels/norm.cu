@@ -2,7 +2,7 @@
 // multiplies its sums by inv. In decode the producers of a row write normed and squares themselves (linear.cu,
 // embed.cu), to the same bits. norm_step, where a norm is a step of its own: normed = x * inv * weight. x is a residual
 // stream in f32, or bf16 features of the target. Grid of both: ceil(rows / 8) blocks of 256 threads, one warp a row; a
-// lane takes tiles of 16 columns.
+// lane takes tiles of 16 columns. Why a norm is mostly no step: docs/decisions/kernels.md#norms.
 #include "linear_row.cuh"
 
 namespace {

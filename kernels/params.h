@@ -26,13 +26,8 @@ struct alignas(16) State {
 };
 static_assert(sizeof(State) == 192, "State");
 
-enum {
-  STOP_NONE = 0,
-  STOP_EOS = 1,
-  STOP_LENGTH = 2,
-  STOP_CONTEXT = 3,
-  STOP_NO_CHOICE = 4
-};  // 4: a row without a token to choose: all are banned, or no logit is finite
+// STOP_NO_CHOICE: a row without a token to choose: all are banned, or no logit is finite.
+enum { STOP_NONE = 0, STOP_EOS = 1, STOP_LENGTH = 2, STOP_CONTEXT = 3, STOP_NO_CHOICE = 4 };
 
 // What stays for a whole request; device memory, written by the host between requests.
 struct alignas(16) SamplingParams {
@@ -48,8 +43,7 @@ struct alignas(16) SamplingParams {
   int min_tokens;            // ids of eos are banned before this many tokens
   int max_tokens;            // at least 1
   int context;               // tokens of prompt and answer at most
-  int n_eos;
-  int pad;
+  int n_eos, pad;
   int eos[16];
 };
 static_assert(sizeof(SamplingParams) == 128, "SamplingParams");
@@ -68,8 +62,8 @@ enum {
 // ---- sample.cu ----
 enum { SAMPLE_SLICE = 4032, SAMPLE_ROWS = 16, SAMPLE_BINS = 1024, SAMPLE_DIGITS = 256 };
 enum { SAMPLE_ROUNDS = 14 };  // digits of both cuts: ranks have 51 bits, a digit 8
-// What top-k and top-p leave of a row's ranks (sample.cu explains ranks): below `sure` is kept, inside the two ranges
-// is settled by sample_settle.
+// What top-k and top-p leave of a row's ranks (sample_cut.cuh explains ranks): below `sure` is kept, inside the two
+// ranges is settled by sample_settle.
 struct alignas(16) SampleCut {
   unsigned long long sure, k_first, k_last, p_first, p_last;
   unsigned long long k_rank, k_mass_before, p_mass_before;
@@ -123,8 +117,7 @@ struct SampleParams {
   const float* max_value;    // [width][n_max]: LinearParams::max_value and max_id of the head, n_max its gridDim.x
   const int* max_id;
   int vocab;  // columns of logits: the tokens from first_id on. counts, bias and history are of all tokens
-  int stride;
-  int n_max;
+  int stride, n_max;
   int width;     // rows the pass was captured for, at most 16
   int first_id;  // a multiple of 4
   int n_tokens;  // of all ranks, at most 2^20
@@ -143,17 +136,16 @@ static_assert(sizeof(AdvanceParams) == 16, "AdvanceParams");
 // ---- linear.cu ----
 enum Epilogue : int {
   kEpilogueStore = 0,     // out[row][n] = y (+ bias[n]); into stream, unrounded, when that is set
-  kEpilogueResidual = 1,  // stream[row][n] += y (+ bias[n]), f32; rounded into tap when it is set
-  kEpilogueSilu =
-      2,  // out[row][j] = silu(gate) * up; tile i holds gate rows 8i..8i+7 then up rows 8i..8i+7, n = number of j
-  kEpilogueLogits = 3,  // logits[row][n] = y (+ bias[n]), f32; also the block's maximum per row
+  kEpilogueResidual = 1,  // stream[row][n] += y (+ bias[n]), f32; rounded into tap, an aux hidden state, when set
+  kEpilogueSilu = 2,      // out[row][j] = silu(gate) * up; tile i: gate rows 8i..8i+7, then up rows 8i..8i+7; n: of j
+  kEpilogueLogits = 3,    // logits[row][n] = y (+ bias[n]), f32; also the block's maximum per row
 };
 
 // RMSNorm in front of a linear is split so that nothing waits for it: who makes a row also writes normed = bf16(x *
 // norm weight) and squares, the sum of x^2 of each 16 columns; the linear takes normed as input and multiplies its sums
 // by inv = 1 / sqrt(mean(x^2) + eps), made from squares (linear_row.cuh).
 
-constexpr int kSegments = 8;  // of K, at most: warps of linear_m*
+constexpr int kSegments = 8;  // of K (split-K), at most: warps of linear_m*
 // One input of a linear and its weights; y = inv * sum over k of w[n][k] * x[row][k].
 struct LinearPart {
   const uint4* weights;          // re-tiled (format.cuh)
@@ -173,7 +165,7 @@ struct LinearParams {
   bf16* out;              // [rows][out_stride]
   const bf16* bias;       // [n] or null
   float* stream;          // [rows][out_stride] residual stream: Residual, or Store that starts one; else null
-  bf16* tap;              // [rows][tap_stride] or null: a copy of the stream (Residual only)
+  bf16* tap;              // [rows][tap_stride] or null: an aux hidden state, a copy of the stream (Residual only)
   const bf16* next_norm;  // [n] RMSNorm weight of the next linear, or null. linear_m* only, Store and Residual
   bf16* normed;           // [rows][out_stride]: bf16(output * next_norm)
   float* squares;         // [rows][ceil(n / 16)]
@@ -187,8 +179,7 @@ struct LinearParams {
   int n_tiles;              // 16-row tiles of weights
   int rows;                 // rows of the pass (the captured width, the size of the prefill chunk)
   int epilogue;             // Epilogue
-  int out_stride;
-  int tap_stride;
+  int out_stride, tap_stride;
   int first_row;  // linear_m*: row 0 is this row of the pass; a launch behind the rows in use leaves at once. 0:
                   // nothing is looked at
 };
@@ -206,8 +197,7 @@ struct NormParams {
   const int* n_rows;  // as in LinearParams
   int rows;
   int k;  // multiple of 16
-  int x_stride;
-  int normed_stride;
+  int x_stride, normed_stride;
   float eps;
   int pad;
 };
@@ -227,8 +217,7 @@ struct EmbedParams {
   const int* n_rows;  // as in LinearParams
   int rows;
   int hidden;  // multiple of 16
-  int x_stride;
-  int offset;
+  int x_stride, offset;
 };
 static_assert(sizeof(EmbedParams) == 88, "twin in Rust");
 
@@ -248,9 +237,7 @@ struct RepackParams {
   long long source_stride;
   int source_type;  // SourceType
   int order;        // RowOrder
-  int n_source_rows;
-  int rows;
-  int row_offset;
+  int n_source_rows, rows, row_offset;
   int k;  // columns; zeros are written up to k_blocks * 32
   int k_blocks;
   int pad;
@@ -262,10 +249,7 @@ static_assert(sizeof(RepackParams) == 64, "twin in Rust");
 struct FillParams {
   void* to;  // re-tiled [n_tiles][k_blocks][2][32] uint4 when retiled, else row-major [n][k] bf16
   unsigned long long seed;
-  int n;
-  int k;
-  int retiled;
-  int constant;
+  int n, k, retiled, constant;
   float scale;
   int pad;
 };
@@ -279,18 +263,11 @@ struct RepackCodesParams {
   unsigned char* weights;
   float* tile_scales;       // FP8: [..][units][2][2], or null: scales are applied by row
   long long source_stride;  // bytes
-  int scale_stride;
-  int scale_bf16;
-  int block_rows;  // rows and columns of the tensor that share a scale
-  int block_cols;
-  int first_row;  // of the tensor: source row 0
-  int order;      // RowOrder
-  int n_source_rows;
-  int rows;
-  int row_offset;
-  int k;
-  int k_blocks;
-  int pad;
+  int scale_stride, scale_bf16;
+  int block_rows, block_cols;  // rows and columns of the tensor that share a scale
+  int first_row;               // of the tensor: source row 0
+  int order;                   // RowOrder
+  int n_source_rows, rows, row_offset, k, k_blocks, pad;
 };
 static_assert(sizeof(RepackCodesParams) == 88, "twin in Rust");
 // fill_codes: codes from a hash, for random weights: e4m3 up to 1.875 in magnitude, or -7 to 7; tile scales and those
@@ -365,8 +342,7 @@ static_assert(sizeof(AttentionParams) == 120, "AttentionParams");
 // All zero before the first launch; every launch leaves it so.
 struct DraftScratch {
   unsigned long long best;
-  unsigned arrivals;
-  unsigned pad;
+  unsigned arrivals, pad;
 };
 static_assert(sizeof(DraftScratch) == 16, "DraftScratch");
 
@@ -428,9 +404,8 @@ struct CopyParams {
   const int* to_start;
   const int* n_rows;  // as in LinearParams
   int rows;
-  int dim;        // multiple of 8
-  int from_mask;  // a power of two less 1, or -1
-  int to_mask;
+  int dim;                 // multiple of 8
+  int from_mask, to_mask;  // powers of two less 1, or -1
 };
 static_assert(sizeof(CopyParams) == 56, "twin in Rust");
 
@@ -496,7 +471,7 @@ struct PeerParams {
 };
 static_assert(sizeof(PeerParams) == 136, "twin in Rust");
 
-// ---- experts.cu ----
+// ---- router.cu, experts.cu ----
 constexpr int kMaxExperts = 512, kMaxChosen = 16, kExpertRows = 16;
 // One expert that some rows of a pass want. Items ascend by expert.
 struct ExpertItem {

@@ -1,14 +1,14 @@
 // The router of a layer of experts, 1 to 16 rows: sums of w x of parts of K, which experts_up adds (experts_route.cuh).
-// K is cut over blocks, since there are few experts to hand out.
+// K is cut over blocks, since there are few experts to hand out. What was measured: docs/decisions/kernels.md#experts.
 #include "experts.cuh"
 
 namespace {
 
 // K is cut into 64 runs; block y has runs 16 y ..  16 y + 15, one a warp, and adds them in order.
-template <int kColumns>
+template <int kMTiles>
 __device__ __forceinline__ void router(const RouterParams& p) {
-  constexpr int kAhead = kColumns == 1 ? 4 : 2;
-  SHARED(float4, partial, [kExpertWarps][kColumns][32]);
+  constexpr int kAhead = kMTiles == 1 ? 4 : 2;
+  SHARED(float4, partial, [kExpertWarps][kMTiles][32]);
   pdl_launch_dependents();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int k_blocks = k_blocks_of(p.k),
@@ -22,13 +22,13 @@ __device__ __forceinline__ void router(const RouterParams& p) {
     if (u < n) Bf16::load(held[u], weights + u * Bf16::kUnitBytes, nullptr, lane);
   pdl_wait();
   if (rows_in_use(p.n_rows, p.first_row, p.rows) == 0) return;
-  float acc[kColumns][4] = {};
+  float acc[kMTiles][4] = {};
   for (int b = 0; b < n; b += kAhead) {
 #pragma unroll
     for (int u = 0; u < kAhead; u++) {
       if (b + u >= n) break;
 #pragma unroll
-      for (int c = 0; c < kColumns; c++) {
+      for (int c = 0; c < kMTiles; c++) {
         const int row = c * 8 + g, k = (first + b + u) * 32 + 8 * t;
         const uint4 in = row < p.rows && k < p.k
                              ? load_activations(reinterpret_cast<const uint4*>(p.x + (size_t)row * p.x_stride + k))
@@ -39,9 +39,9 @@ __device__ __forceinline__ void router(const RouterParams& p) {
     }
   }
 #pragma unroll
-  for (int c = 0; c < kColumns; c++) store_shared(shared_address(&partial[warp][c][sum_slot(g, t)]), acc[c]);
+  for (int c = 0; c < kMTiles; c++) store_shared(shared_address(&partial[warp][c][sum_slot(g, t)]), acc[c]);
   __syncthreads();
-  if (threadIdx.x >= kColumns * 128) return;
+  if (threadIdx.x >= kMTiles * 128) return;
   const Adder a(threadIdx.x);
   const int e = blockIdx.x * 16 + a.n;
   float sum = 0;

@@ -23,7 +23,8 @@
 // A kernel whose options are off returns at once, so that the chain of all five is right for every request; a graph
 // made for a kind of request leaves out what it does not need (greedy: sample_accept alone). Kernels follow one another
 // instead of counting arrivals: on an H200 an edge costs less than a fence and an atomic's way back. Split: grid
-// (blocks a row, rows), each thread 4 quads of logits. At most 13 KB of shared memory.
+// (blocks a row, rows), each thread 4 quads of logits. At most 13 KB of shared memory. What was measured:
+// docs/decisions/kernels.md#choosing-tokens, and over ranks docs/decisions/ranks.md#choosing-tokens.
 #include "sample_cut.cuh"
 
 namespace {

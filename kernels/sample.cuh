@@ -64,7 +64,7 @@ __device__ __forceinline__ float noise(unsigned bits) {
 // order ----
 __device__ __forceinline__ u64 probability_mass(float z) {
   if (!(z > -29.0f)) return 0;  // below 2^-41 everything rounds to 0
-  const float n = rintf(__fmul_rn(z, 1.44269504f));
+  const float n = rintf(__fmul_rn(z, kLog2E));
   const float r =
       mul_add(n, 2.12194440e-4f, mul_add(n, -0.693359375f, z));  // ln 2 in two parts; the first product is exact
   float e = mul_add(r, 1.0f / 5040, 1.0f / 720);
