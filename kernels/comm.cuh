@@ -479,7 +479,7 @@ __device__ __forceinline__ void exchange(const ExchangeParams& p) {
   leave(c, epoch);
 }
 
-// ---- what a pair of GPUs can do (src/gpu/links.rs) ----
+// ---- what a pair of GPUs can do (src/gpu/ranks/pairs.rs) ----
 __device__ __forceinline__ uint4 pattern(unsigned i, unsigned seed) { return make_uint4(i, seed, i ^ seed, ~i); }
 template <bool kFaulty>
 __device__ __forceinline__ void store_pattern(const PeerParams& p) {

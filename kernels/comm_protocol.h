@@ -1,5 +1,5 @@
-// What the ranks' kernels (comm.cu), the host (src/gpu/comm.rs) and the model of the protocol (tests/comm_protocol.rs)
-// agree on. Rust reads the numbers out of this text: NAME = literal, at the start of a line.
+// What the ranks' kernels (comm.cu), the host (src/gpu/ranks/link.rs) and the model of the protocol
+// (tests/comm_protocol.rs) agree on. Rust reads the numbers out of this text: NAME = literal, at the start of a line.
 //
 // Each rank has a window, a piece of its memory that all ranks' GPUs reach. Block b of a collective is channel b: it
 // talks to block b of the other ranks and to no other block. What is sent goes in chunks; all ranks cut a message into

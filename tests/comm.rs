@@ -1,7 +1,7 @@
 //! Collectives through the Rust side, without a GPU: ranks are threads, kernels run under the shim (scripts/shim.sh),
 //! all ranks' blocks at once. With VOLLEY_GPUS=N on real ones, ranks spread over N GPUs. What the kernels compute is
 //! tested by kernels/shim/test_comm.cpp; here it is the meeting of ranks, launches, capture, how failures end, and what
-//! the start finds out about links (links.rs).
+//! the start finds out about links (pairs.rs, tune.rs, settle.rs).
 #[path = "support/shim.rs"]
 mod shim;
 
@@ -13,10 +13,16 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use volley::error::{exit_code, machine, MACHINE};
-use volley::gpu::comm::{Algorithm, AllReduce, Choice, Exchange, Fault, FaultKind, Link, Options, Rendezvous, Threads};
 use volley::gpu::device::Gpu;
-use volley::gpu::links::{self, Collectives, Failed, Found, Measure, Pair, State, Tuned, TUNED_ROWS};
-use volley::gpu::nccl;
+use volley::gpu::params::{COMM_CHANNELS, COMM_CHANNEL_BYTES, COMM_LINE_BYTES};
+use volley::gpu::ranks::algorithm::{Algorithm, Fault, FaultKind, Variant};
+use volley::gpu::ranks::collective::{AllReduce, Exchange};
+use volley::gpu::ranks::link::{Link, LinkOptions};
+use volley::gpu::ranks::nccl;
+use volley::gpu::ranks::pairs::{self, Health, Pair};
+use volley::gpu::ranks::rendezvous::{Rendezvous, Threads};
+use volley::gpu::ranks::settle::{self, Collectives, Found, Measure};
+use volley::gpu::ranks::tune::{self, Failed, Tuned, TUNED_ROWS};
 
 /// Real GPUs, if any.
 fn gpus() -> Option<usize> {
@@ -31,7 +37,7 @@ fn open(rank: usize) -> anyhow::Result<Gpu> {
 /// told.
 fn ranks<T: Send>(
     n: usize,
-    options: Options,
+    options: LinkOptions,
     body: impl Fn(&mut Link, &Gpu) -> anyhow::Result<T> + Sync,
 ) -> Vec<anyhow::Result<T>> {
     volley::gpu::make_room_for_ranks();
@@ -62,10 +68,21 @@ fn numbers(n: usize, seed: u32) -> Vec<bf16> {
     (0..n).map(|_| next()).collect()
 }
 
+/// What the epochs of all channels stand at (kernels/comm_protocol.h), so that they wrap soon. All ranks at the same
+/// time.
+fn set_epochs(link: &Link, gpu: &Gpu, last: u32) -> anyhow::Result<()> {
+    link.barrier()?;
+    for channel in 0..COMM_CHANNELS {
+        gpu.upload(&[last], link.window(link.rank, COMM_LINE_BYTES + channel * COMM_CHANNEL_BYTES))?;
+    }
+    gpu.synchronize()?;
+    link.barrier()
+}
+
 const STEP: &str = "layer 3: all-reduce";
 
 /// The new x of every choice in turn, each eagerly and as a graph that is replayed twice; all from the same x.
-fn all_reduce(link: &Link, gpu: &Gpu, choices: &[Choice], rows: usize, dim: usize) -> anyhow::Result<Vec<Vec<f32>>> {
+fn all_reduce(link: &Link, gpu: &Gpu, choices: &[Variant], rows: usize, dim: usize) -> anyhow::Result<Vec<Vec<f32>>> {
     let partial = gpu.store(&numbers(rows * dim, 10 + link.rank as u32))?;
     let x0 = stream(rows * dim);
     let x = gpu.store(&x0)?;
@@ -103,12 +120,12 @@ fn expected(n: usize, rows: usize, dim: usize) -> Vec<f32> {
 
 #[test]
 fn all_algorithms_give_the_hosts_sums() {
-    let near_wrap = Options { last_epoch: u32::MAX - 3, ..Options::default() };
     for (n, rows, dim) in [(2, 3, 64), (3, 1, 576), (4, 16, 128), (8, 2, 256)] {
-        let results = ranks(n, near_wrap, |link, gpu| {
+        let results = ranks(n, LinkOptions::default(), |link, gpu| {
+            set_epochs(link, gpu, u32::MAX - 3)?;
             let mut choices = Vec::new();
             for algorithm in [Algorithm::Push, Algorithm::Pull, Algorithm::TwoShot] {
-                choices.extend([1, link.blocks(algorithm, rows, dim)].map(|blocks| Choice { algorithm, blocks }));
+                choices.extend([1, link.blocks(algorithm, rows, dim)].map(|blocks| Variant { algorithm, blocks }));
             }
             all_reduce(link, gpu, &choices, rows, dim)
         });
@@ -159,8 +176,10 @@ fn sums_soak() {
         let sum =
             |i: usize| bf16::from_f32(tapes.iter().fold(0.0f32, |sum, tape| sum + tape[i].to_f32())).to_f32() + 0.0;
         let sums: Vec<f32> = (0..SOAK_TAPE).map(sum).collect();
-        let near_wrap = Options { last_epoch: u32::MAX - 50, ..Options::default() };
-        let results = ranks(n, near_wrap, |link, gpu| soak(link, gpu, &tapes[link.rank], &sums, replays));
+        let results = ranks(n, LinkOptions::default(), |link, gpu| {
+            set_epochs(link, gpu, u32::MAX - 50)?;
+            soak(link, gpu, &tapes[link.rank], &sums, replays)
+        });
         let counts: Vec<usize> =
             results.into_iter().map(|r| r.unwrap_or_else(|e| panic!("{n} ranks: {e:#}"))).collect();
         assert!(counts[0] >= replays && counts.iter().all(|count| *count == counts[0]), "{counts:?}");
@@ -209,7 +228,7 @@ fn soak(link: &Link, gpu: &Gpu, tape: &[bf16], sums: &[f32], replays: usize) -> 
                 dim: SOAK_DIM,
                 ..AllReduce::default()
             };
-            calls.push((Choice { algorithm, blocks }, sum));
+            calls.push((Variant { algorithm, blocks }, sum));
         }
         let graph =
             gpu.capture(|| calls.iter().try_for_each(|(choice, sum)| link.all_reduce_with(*choice, STEP, sum)))?;
@@ -266,7 +285,7 @@ fn below(state: &mut u64, n: usize) -> usize {
 #[test]
 fn words_are_exchanged() {
     for n in [2, 5, 8] {
-        let results = ranks(n, Options::default(), |link, gpu| {
+        let results = ranks(n, LinkOptions::default(), |link, gpu| {
             let mine: Vec<u64> = (0..2000).map(|i| (link.rank as u64 * 7919 + i) << (i % 40)).collect();
             let words = gpu.store(&mine)?;
             link.barrier()?;
@@ -290,8 +309,8 @@ fn words_are_exchanged() {
 
 /// Rank `rank` as a line about a pair names it.
 fn name(link: &Link, rank: usize) -> String {
-    let place = &link.places[rank];
-    format!("rank {rank} (GPU {}, {})", place.ordinal, place.bus_id)
+    let peer = &link.peers[rank];
+    format!("rank {rank} (GPU {}, {})", peer.ordinal, peer.bus_id)
 }
 
 /// The ordinal of rank `rank`'s GPU.
@@ -310,10 +329,10 @@ fn gave_up(result: anyhow::Result<()>, parts: &[&str]) {
 #[test]
 fn dropped_words_are_missed_by_name() {
     let fault = Fault { kind: FaultKind::Drop, rank: 1, peer: 2, only: None };
-    let options = Options { patience: PATIENCE, fault: Some(fault), ..Options::default() };
+    let options = LinkOptions { patience: PATIENCE, fault: Some(fault) };
     for algorithm in [Algorithm::Push, Algorithm::Pull, Algorithm::TwoShot] {
         let mut results = ranks(3, options, |link, gpu| {
-            let done = all_reduce(link, gpu, &[Choice { algorithm, blocks: 1 }], 2, 96).map(drop);
+            let done = all_reduce(link, gpu, &[Variant { algorithm, blocks: 1 }], 2, 96).map(drop);
             link.check().and(done)
         });
         let line = format!("rank 2 (GPU {}): no data from rank 1 (GPU {}) in {STEP} (", gpu_of(2), gpu_of(1));
@@ -325,13 +344,14 @@ fn dropped_words_are_missed_by_name() {
 fn a_rank_that_fails_ends_the_others() {
     shim::library();
     let start = Instant::now();
-    let results = ranks(3, Options { patience: Duration::from_secs(1000), ..Options::default() }, |link, gpu| {
-        if link.rank == 1 {
-            return Err(machine("rank 1 (GPU 0): out of memory"));
-        }
-        let done = all_reduce(link, gpu, &[Choice { algorithm: Algorithm::Push, blocks: 1 }], 1, 64).map(drop);
-        link.check().and(done)
-    });
+    let results =
+        ranks(3, LinkOptions { patience: Duration::from_secs(1000), ..LinkOptions::default() }, |link, gpu| {
+            if link.rank == 1 {
+                return Err(machine("rank 1 (GPU 0): out of memory"));
+            }
+            let done = all_reduce(link, gpu, &[Variant { algorithm: Algorithm::Push, blocks: 1 }], 1, 64).map(drop);
+            link.check().and(done)
+        });
     assert!(start.elapsed() < Duration::from_secs(10));
     for (rank, result) in results.into_iter().enumerate() {
         // The others learn of it in a kernel, or where they meet.
@@ -363,9 +383,10 @@ fn a_rank_that_does_not_come_is_named() {
 
 #[test]
 fn what_does_not_fit_is_refused() {
-    ranks(2, Options::default(), |link, gpu| {
+    ranks(2, LinkOptions::default(), |link, gpu| {
         let refused = |algorithm, blocks, dim, text: &str| {
-            let error = all_reduce(link, gpu, &[Choice { algorithm, blocks }], 1, dim).expect_err("it must be refused");
+            let error =
+                all_reduce(link, gpu, &[Variant { algorithm, blocks }], 1, dim).expect_err("it must be refused");
             assert!(format!("{error:#}").contains(text), "{error:#}");
         };
         refused(Algorithm::Push, 5, 64, "expected 1 to 4");
@@ -392,23 +413,23 @@ fn alike<T: std::fmt::Debug>(results: Vec<anyhow::Result<T>>) -> T {
 /// first.
 const PATIENCE: Duration = Duration::from_millis(150);
 
-fn planted(kind: FaultKind, only: Option<Algorithm>) -> Options {
-    Options { patience: PATIENCE, fault: Some(Fault { kind, rank: 1, peer: 2, only }), ..Options::default() }
+fn planted(kind: FaultKind, only: Option<Algorithm>) -> LinkOptions {
+    LinkOptions { patience: PATIENCE, fault: Some(Fault { kind, rank: 1, peer: 2, only }) }
 }
 
 #[test]
 fn the_probe_names_the_pair() {
     for n in [2, 3] {
-        let pairs = alike(ranks(n, Options::default(), |link, gpu| {
-            let pairs = links::probe(link)?;
+        let pairs = alike(ranks(n, LinkOptions::default(), |link, gpu| {
+            let pairs = pairs::probe(link)?;
             // It leaves empty windows behind.
-            let x = all_reduce(link, gpu, &[Choice { algorithm: Algorithm::Push, blocks: 2 }], 3, 64)?;
+            let x = all_reduce(link, gpu, &[Variant { algorithm: Algorithm::Push, blocks: 2 }], 3, 64)?;
             assert_eq!(x[0], expected(n, 3, 64));
             Ok(pairs)
         }));
         assert_eq!(pairs.len(), n * (n - 1));
-        assert!(pairs.iter().all(|p| p.state().is_good() && p.store_rate > 0.0 && p.load_rate > 0.0), "{pairs:?}");
-        assert!(gpus() > Some(1) || pairs.iter().all(|p| p.state() == State::SameGpu), "{pairs:?}");
+        assert!(pairs.iter().all(|p| p.health().is_good() && p.store_rate > 0.0 && p.load_rate > 0.0), "{pairs:?}");
+        assert!(gpus() > Some(1) || pairs.iter().all(|p| p.health() == Health::SameGpu), "{pairs:?}");
     }
     let there = (1, 2);
     for (kind, off, words) in [
@@ -419,9 +440,9 @@ fn the_probe_names_the_pair() {
     ] {
         let (pairs, names) = alike(ranks(3, planted(kind, None), |link, _| {
             let names = format!("{} to {}: off: ", name(link, 1), name(link, 2));
-            Ok((links::probe(link)?, names))
+            Ok((pairs::probe(link)?, names))
         }));
-        let found: Vec<&Pair> = pairs.iter().filter(|p| p.state() == State::Off).collect();
+        let found: Vec<&Pair> = pairs.iter().filter(|p| p.health() == Health::Off).collect();
         assert_eq!(found.iter().map(|p| (p.from, p.to)).collect::<Vec<_>>(), off, "{kind:?}: {pairs:?}");
         let line = found[0].to_string();
         assert!(words.iter().chain(&[&names[..], "IOMMU"]).all(|word| line.contains(word)), "{kind:?}: {line}");
@@ -431,11 +452,11 @@ fn the_probe_names_the_pair() {
 #[test]
 fn the_tuner_does_not_choose_what_is_wrong() {
     let (rows, dim) = ([1, 4], 96);
-    let tune = |n: usize, options: Options| {
+    let tune = |n: usize, options: LinkOptions| {
         alike(ranks(n, options, |link, gpu| {
-            let found = links::tune(link, &rows, dim)?;
+            let found = tune::tune(link, &rows, dim)?;
             // Nothing is left of what failed.
-            let x = all_reduce(link, gpu, &[Choice { algorithm: Algorithm::Pull, blocks: 2 }], 2, dim)?;
+            let x = all_reduce(link, gpu, &[Variant { algorithm: Algorithm::Pull, blocks: 2 }], 2, dim)?;
             assert_eq!(x[0], expected(n, 2, dim));
             Ok(found)
         }))
@@ -443,12 +464,12 @@ fn the_tuner_does_not_choose_what_is_wrong() {
     let algorithms = |tuned: &Tuned| tuned.times.iter().map(|(choice, _)| choice.algorithm).collect::<Vec<_>>();
     use Algorithm::{Pull, Push, TwoShot};
     for n in [2, 3] {
-        let (tuned, failed) = tune(n, Options::default());
+        let (tuned, failed) = tune(n, LinkOptions::default());
         assert_eq!(tuned.iter().map(|t| t.rows).collect::<Vec<_>>(), rows);
         for t in &tuned {
             let least = t.times.iter().map(|t| t.1).min_by(f64::total_cmp).unwrap();
-            let first = t.times.iter().find(|t| t.1 <= links::NEARLY * least).unwrap();
-            assert!(algorithms(t) == [Push, Pull, TwoShot] && t.choice == first.0 && least > 0.0, "{t}");
+            let first = t.times.iter().find(|t| t.1 <= tune::NEARLY * least).unwrap();
+            assert!(algorithms(t) == [Push, Pull, TwoShot] && t.variant == first.0 && least > 0.0, "{t}");
         }
         assert!(failed.is_empty(), "{failed:?}");
     }
@@ -465,7 +486,7 @@ fn the_tuner_does_not_choose_what_is_wrong() {
         let line = format!("rank 2 (GPU {}){words}", gpu_of(2));
         assert!(failed.len() == 1 && failed[0].algorithm == wrong && failed[0].why.starts_with(&line), "{failed:?}");
         assert!(
-            tuned.len() == 2 && tuned.iter().all(|t| t.choice.algorithm != wrong && !algorithms(t).contains(&wrong)),
+            tuned.len() == 2 && tuned.iter().all(|t| t.variant.algorithm != wrong && !algorithms(t).contains(&wrong)),
             "{tuned:?}"
         );
     }
@@ -476,9 +497,9 @@ fn choices_are_remembered() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("volley/collectives.json");
     let settle = |n: usize, hidden: usize, collectives: Collectives| -> Found {
-        alike(ranks(n, Options::default(), |link, _| {
-            let found = links::settle(link, &collectives, hidden)?;
-            found.tuned.iter().for_each(|t| assert_eq!(link.choice(t.rows, hidden), t.choice));
+        alike(ranks(n, LinkOptions::default(), |link, _| {
+            let found = settle::settle(link, &collectives, hidden)?;
+            found.tuned.iter().for_each(|t| assert_eq!(link.variant(t.rows, hidden), t.variant));
             Ok(found)
         }))
     };
@@ -509,9 +530,10 @@ fn choices_are_remembered() {
 fn a_pair_that_is_off_ends_the_start_or_its_algorithm() {
     let settle = |only, require_p2p| {
         let collectives = Collectives { measure: Measure::Anew, require_p2p, ..Collectives::default() };
-        let names =
-            alike(ranks(3, Options::default(), |link, _| Ok(format!("{} to {}: off", name(link, 1), name(link, 2)))));
-        (names, ranks(3, planted(FaultKind::Zero, only), move |link, _| links::settle(link, &collectives, 16)))
+        let names = alike(ranks(3, LinkOptions::default(), |link, _| {
+            Ok(format!("{} to {}: off", name(link, 1), name(link, 2)))
+        }));
+        (names, ranks(3, planted(FaultKind::Zero, only), move |link, _| settle::settle(link, &collectives, 16)))
     };
     for (require_p2p, words) in
         [(true, "--require-p2p: "), (false, "words between ranks: rank 2: wrong ones arrived; ")]
@@ -598,9 +620,9 @@ fn nccl_in_this_process() {
     let sums = algorithm == Algorithm::NcclAllReduce;
     let results: Vec<anyhow::Result<Vec<Vec<f32>>>> = match n {
         1 => vec![volley::gpu::open(0).and_then(|gpu| nccl_alone(&gpu, library()?, sums, rows * dim))],
-        _ => ranks(n, Options::default(), |link, gpu| {
+        _ => ranks(n, LinkOptions::default(), |link, gpu| {
             link.attach_nccl(&library()?, algorithm, &[1, rows, 16], dim)?;
-            all_reduce(link, gpu, &[Choice { algorithm, blocks: link.blocks(algorithm, rows, dim) }], rows, dim)
+            all_reduce(link, gpu, &[Variant { algorithm, blocks: link.blocks(algorithm, rows, dim) }], rows, dim)
         }),
     };
     if let Some(error) = results.iter().find_map(|r| r.as_ref().err()) {

@@ -615,7 +615,7 @@ impl Lane {
     }
 }
 
-/// As Failure in src/gpu/ranks.rs: when one rank gives up, the host ends the waiting of the others.
+/// As Failure in src/gpu/ranks/conductor.rs: when one rank gives up, the host ends the waiting of the others.
 fn host(world: &World) {
     let lock = || world.state.lock().expect("nobody panics with it");
     let gave_up = |rank: &Rank| rank.poison != 0;

@@ -32,10 +32,10 @@ use volley::cmd::{answer, check, doctor, signal, Device, Draft, ModelOptions, Se
 use volley::cpu::Reference;
 use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling, MAX_DRAFTS};
 use volley::error;
-use volley::gpu::comm::{Algorithm, Fault, FaultKind};
 use volley::gpu::device::Gpu;
-use volley::gpu::links::{Collectives, Measure};
 use volley::gpu::machine::{Machine, Options};
+use volley::gpu::ranks::algorithm::{Algorithm, Fault, FaultKind};
+use volley::gpu::ranks::settle::{Collectives, Measure};
 use volley::gpu::ranks::Conductor;
 use volley::gpu::shim::Shim;
 use volley::gpu::weights::Source;
@@ -296,7 +296,7 @@ fn ranks_speculate_without_a_change() {
             Some(tiny_llama_drafter(&config, &weights, true)),
             256,
         );
-        setup.collectives.split_drafter = Some(split);
+        setup.asked.split_drafter = Some(split);
         let mut conductor = Conductor::new(setup, one_more_gpu(0).unwrap(), &mut |_, _| {}).unwrap();
         let ids = || token_ids(256, 512);
         assert_eq!(conductor.first().ranks().split_drafter, split);
@@ -447,7 +447,7 @@ fn ranks_soak() {
     for count in [2, 8] {
         let fresh = || {
             let mut setup = ranks::setup(one_more_gpu, gpus(), dir.path(), count, drafter.clone(), 256);
-            setup.collectives.split_drafter = Some(count == 2);
+            setup.asked.split_drafter = Some(count == 2);
             Conductor::new(setup, one_more_gpu(0).unwrap(), &mut |_, _| {})
         };
         let mut conductor = fresh().unwrap();

@@ -26,8 +26,9 @@ use volley::cmd::check;
 use volley::cpu::Reference;
 use volley::decode::{Backend, Drafting, Engine, Event, Flow, Limits, Request, Sampling};
 use volley::error;
-use volley::gpu::comm::{self, Algorithm, Fault, FaultKind};
-use volley::gpu::links::{Collectives, Measure};
+use volley::gpu::ranks::algorithm::{Algorithm, Fault, FaultKind};
+use volley::gpu::ranks::link::LinkOptions;
+use volley::gpu::ranks::settle::{Collectives, Measure};
 use volley::gpu::ranks::{Conductor, LastResort, Setup};
 use volley::gpu::weights::{Layout, Source};
 use volley::model::checkpoint::{Checkpoint, Read, Tensor};
@@ -311,7 +312,7 @@ fn ranks_with_all_of_attention_hold_every_check() {
         let dir = tempfile::tempdir().unwrap();
         t0.write(dir.path());
         let mut whole = setup(dir.path(), count);
-        whole.collectives.whole_attention = Some(true);
+        whole.asked.whole_attention = Some(true);
         let mut conductor = Conductor::new(whole, shim::gpu(), &mut |_, _| {}).unwrap();
         assert!(conductor.first().ranks().whole_attention);
         compute_alike("whole attention", &mut conductor, dir.path());
@@ -335,7 +336,7 @@ fn drafts_change_the_passes_and_not_the_text() {
     let logits = [false, true].map(|split| {
         let mut setup = setup(dir.path(), 2);
         setup.options.drafter = Some(drafter.clone());
-        setup.collectives.split_drafter = Some(split);
+        setup.asked.split_drafter = Some(split);
         let mut conductor = Conductor::new(setup, shim::gpu(), &mut |_, _| {}).unwrap();
         assert_eq!(conductor.first().ranks().split_drafter, split);
         println!("{}", conductor.each("check", |m| check::speculation(m, &ids(40), 5, true)).unwrap()[0]);
@@ -375,11 +376,11 @@ fn a_wrong_algorithm_is_left_out() {
         [None, Some(Fault { kind: FaultKind::Flip, rank: 1, peer: 0, only: Some(Algorithm::Push) })].map(|fault| {
             let mut setup = setup(dir.path(), 2);
             if fault.is_some() {
-                let link = comm::Options { fault, ..Default::default() };
+                let link = LinkOptions { fault, ..Default::default() };
                 setup.collectives = Collectives { measure: Measure::Anew, link, ..Default::default() };
             }
             let conductor = Conductor::new(setup, shim::gpu(), &mut |_, _| {}).unwrap();
-            let failed: Vec<Algorithm> = conductor.links.failed.iter().map(|f| f.algorithm).collect();
+            let failed: Vec<Algorithm> = conductor.start().found.failed.iter().map(|f| f.algorithm).collect();
             assert_eq!(failed, if fault.is_some() { vec![Algorithm::Push] } else { vec![] });
             Engine::new(Box::new(conductor), Drafting::default())
                 .unwrap()
@@ -458,7 +459,7 @@ fn o22_one_rank_fails() {
         start,
     );
     let start = Instant::now();
-    let link = comm::Options {
+    let link = LinkOptions {
         fault: Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0, only: None }),
         ..Default::default()
     };

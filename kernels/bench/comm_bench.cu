@@ -99,7 +99,7 @@ bf16 weight_of(int i) { return __float2bfloat16(1.0f + 0.5f * number(0x50000000u
 
 struct World {
   std::vector<Rank> ranks;
-  bool shared;  // ranks share a GPU: few blocks each, and no early launch, as in src/gpu/comm.rs
+  bool shared;  // ranks share a GPU: few blocks each, and no early launch, as in src/gpu/ranks/collective.rs
   Barrier barrier;
 
   World(int n, bool shared) : ranks(n), shared(shared), barrier{n} {

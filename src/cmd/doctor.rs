@@ -10,9 +10,10 @@ use crate::cpu::Reference;
 use crate::decode::sample::philox;
 use crate::error;
 use crate::gpu::device::Gpu;
-use crate::gpu::links::{Found, Measure, State};
 use crate::gpu::machine::{Machine, Options};
-use crate::gpu::ranks::Conductor;
+use crate::gpu::ranks::pairs::Health;
+use crate::gpu::ranks::settle::Measure;
+use crate::gpu::ranks::{Conductor, Start};
 use crate::gpu::weights::Source;
 use crate::gpu::{self, cuda, fatbins, probe};
 use crate::model::checkpoint::Checkpoint;
@@ -115,7 +116,7 @@ impl Report {
             start.elapsed().as_secs_f64()
         ))?;
         if let Running::Many(conductor) = &model {
-            self.verdict("links", || links(&conductor.links))?;
+            self.verdict("links", || links(conductor.start()))?;
         }
         if context < check::STEP_ROWS {
             bail!("context {context}: doctor's checks take {} tokens at least", check::STEP_ROWS);
@@ -164,12 +165,12 @@ impl Report {
 
 /// Prints what the start measured between ranks. Slow pairs are shown with their cure; pairs and algorithms that are
 /// wrong fail.
-fn links(found: &Found) -> Result<String> {
+fn links(Start { found, division }: &Start) -> Result<String> {
     found.pairs.iter().try_for_each(|pair| say(format_args!("pair        {pair}")))?;
     found.tuned.iter().try_for_each(|tuned| say(format_args!("sums        {tuned}")))?;
-    found.attention.iter().try_for_each(|attention| say(format_args!("attention   {attention}")))?;
+    division.attention.iter().try_for_each(|attention| say(format_args!("attention   {attention}")))?;
     found.failed.iter().try_for_each(|failed| say(format_args!("sums        {failed}")))?;
-    let (n_off, n_bad) = (found.pairs.iter().filter(|p| p.state() == State::Off).count(), found.bad_pairs().count());
+    let (n_off, n_bad) = (found.pairs.iter().filter(|p| p.health() == Health::Off).count(), found.bad_pairs().count());
     if n_off + found.failed.len() > 0 {
         bail!("{n_off} of {} pairs are off, {} algorithms cannot be used", found.pairs.len(), found.failed.len());
     }

@@ -14,15 +14,17 @@ mod stats;
 use crate::cpu;
 use crate::decode::{Backend, Drafting, Engine, Sampling};
 use crate::error;
-pub use crate::gpu::comm::Algorithm;
-use crate::gpu::links::{self, Collectives, Measure};
 pub use crate::gpu::machine::Slice;
 pub use crate::gpu::params::COMM_MAX_RANKS;
-use crate::gpu::ranks::{Conductor, LastResort, Setup};
-use crate::gpu::{self, comm, machine, nccl, weights::Source};
+pub use crate::gpu::ranks::algorithm::Algorithm;
+use crate::gpu::ranks::link::LinkOptions;
+use crate::gpu::ranks::settle::{Collectives, Measure};
+use crate::gpu::ranks::{cache, nccl, Conductor, LastResort, Setup, Start};
+use crate::gpu::{self, machine, weights::Source};
 use crate::model::checkpoint::{Checkpoint, Dtype, Read};
 use crate::model::claim::claim;
 use crate::model::config::Config;
+use crate::model::divide::Asked;
 use crate::model::draft::DraftModel;
 use crate::model::draft_vocab;
 pub use crate::model::plan::Ranks;
@@ -294,18 +296,18 @@ impl Model {
                         &mut progress,
                     )?;
                     let timings = conductor.first().timings;
-                    let found = &conductor.links;
+                    let Start { found, division } = conductor.start();
                     found.bad_pairs().for_each(|pair| tell(format_args!("warning: {pair}")));
                     found.failed.iter().for_each(|failed| tell(format_args!("warning: {failed}")));
                     if verbose {
                         let known = if found.cached { " (measured before)" } else { "" };
                         found.tuned.iter().for_each(|tuned| tell(format_args!("sums of {tuned}{known}")));
-                        found.attention.iter().for_each(|attention| tell(format_args!("attention: {attention}")));
-                        if conductor.first().ranks().split_drafter {
+                        division.attention.iter().for_each(|attention| tell(format_args!("attention: {attention}")));
+                        if division.ranks.split_drafter {
                             tell(format_args!("drafter: its layer is divided among the ranks"));
                         }
                     }
-                    decode = plan::target(&config, Pass::Verify { width: 1 }, conductor.first().ranks(), &[])?;
+                    decode = plan::target(&config, Pass::Verify { width: 1 }, division.ranks, &[])?;
                     (Box::new(conductor), timings)
                 } else {
                     let machine = match options.slice {
@@ -425,12 +427,10 @@ fn setup(
     }
     let collectives = Collectives {
         algorithm: options.collective,
-        whole_attention: options.whole_attention,
-        split_drafter: None,
         nccl: options.nccl.clone(),
         require_p2p: options.require_p2p,
-        measure: links::cache_path().map_or(Measure::Anew, Measure::Cached),
-        link: comm::Options::default(),
+        measure: cache::path().map_or(Measure::Anew, Measure::Cached),
+        link: LinkOptions::default(),
     };
     let places = gpus.clone();
     let last_resort = LastResort {
@@ -444,6 +444,7 @@ fn setup(
         gpus,
         open: Box::new(move |rank| gpu::open(places[rank])),
         collectives,
+        asked: Asked { whole_attention: options.whole_attention, split_drafter: None },
         config,
         weights,
         options: machine,

@@ -3,9 +3,10 @@
 //! One Step is one launch in a verify pass: who writes a row that will be normalised also writes it times the norm
 //! weight and its sums of squares (`norms` finds out for whom), so that a linear layer waits for nothing but its input.
 //! A prefill pass normalises in a kernel of its own and rotates queries before attention; its bits are the same.
-use super::comm::{AllReduce, Exchange, Link};
 use super::device::{Gpu, Kernel, Launch, Memory, Params};
 use super::params::*;
+use super::ranks::collective::{AllReduce, Exchange};
+use super::ranks::link::Link;
 use crate::decode::draft_ngram::{MAX_NGRAM, MIN_NGRAM};
 use crate::decode::MAX_DRAFTS;
 use crate::model::config::{Latent, Scoring};

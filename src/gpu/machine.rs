@@ -1,16 +1,16 @@
 //! The CUDA backend: everything allocated and captured at start, then one graph replay per pass. Of several ranks each
-//! is a Machine, with a Link to the others; all get the same calls in the same order (ranks.rs), hold the same State,
+//! is a Machine, with a Link to the others; all get the same calls in the same order (ranks/conductor.rs), hold the same State,
 //! and choose the same tokens.
 //!
 //! The sequence lives in device memory (params.rs, State); the host queues passes and reads their records from a ring
 //! in pinned memory. What a pass launches is kernels.rs; weights come from weights.rs.
-use super::comm::Link;
 use super::device::{Gpu, Graph, Pinned};
 use super::kernels::{
     attention_scratch, check, element_bytes, linear_blocks, norms, Arena, Cache, Choice, DraftArena, Kernels, Launcher,
     Norms,
 };
 use super::params::*;
+use super::ranks::link::Link;
 use super::weights::{Alias, Layout, Source};
 use crate::decode::policy::Costs;
 use crate::decode::{Backend, Counters, End, Limits, Record, Sampling, StepTime, MAX_DRAFTS};
@@ -142,20 +142,22 @@ impl Machine {
     /// One of several ranks: as many threads build theirs at the same time.
     pub fn of_rank(
         gpu: Gpu,
-        mut link: Option<Link>,
+        mut link: Option<(Link, Ranks)>,
         config: Config,
         source: Source,
         options: Options,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Machine> {
         // The others learn of a failure before anything of this rank goes, which waits for them otherwise.
-        let fail = |link: &Option<Link>, e: &anyhow::Error| link.iter().for_each(|link| link.fail(&format!("{e:#}")));
+        let fail = |link: Option<&Link>, e: &anyhow::Error| link.iter().for_each(|link| link.fail(&format!("{e:#}")));
         let require_graphs = options.require_graphs;
         let fail_capture = options.fail_capture;
-        let mut machine =
-            Machine::build(gpu, &mut link, None, config, source, options, progress).inspect_err(|e| fail(&link, e))?;
-        let captured =
-            machine.capture(require_graphs, fail_capture).inspect_err(|e| fail(&machine.link, e)).context("capture");
+        let mut machine = Machine::build(gpu, &mut link, None, config, source, options, progress)
+            .inspect_err(|e| fail(link.as_ref().map(|(link, _)| link), e))?;
+        let captured = machine
+            .capture(require_graphs, fail_capture)
+            .inspect_err(|e| fail(machine.link.as_ref(), e))
+            .context("capture");
         match captured {
             Ok(()) => Ok(machine),
             Err(e) if machine.link.is_none() => Err(e),
@@ -175,14 +177,14 @@ impl Machine {
     /// Everything but the graphs. The link stays where it is until nothing can fail.
     fn build(
         gpu: Gpu,
-        link: &mut Option<Link>,
+        link: &mut Option<(Link, Ranks)>,
         slice: Option<Slice>,
         config: Config,
         source: Source,
         mut options: Options,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Machine> {
-        let ranks = slice.map(|slice| slice.ranks).or(link.as_ref().map(Link::as_ranks)).unwrap_or(Ranks::ONE);
+        let ranks = slice.map(|slice| slice.ranks).or(link.as_ref().map(|(_, ranks)| *ranks)).unwrap_or(Ranks::ONE);
         let drafter = options.drafter.take();
         let taps = drafter.as_ref().map_or(&[][..], |d| &d.shape.taps);
         let passes = WIDTHS
@@ -277,10 +279,10 @@ impl Machine {
             + config.vocab * (MAX_WIDTH * 8 + 8)
             + 4 * capacity;
         // Ranks that share a GPU look before any of them takes memory.
-        let sharing = link.as_ref().map_or(1, Link::sharing);
+        let sharing = link.as_ref().map_or(1, |(link, _)| link.sharing());
         let needed = sharing * (layout.bytes() + kv_bytes + draft_kv_bytes + other + (128 << 20));
         let (free, total) = gpu.memory()?;
-        link.iter().try_for_each(Link::barrier)?;
+        link.iter().try_for_each(|(link, _)| link.barrier())?;
         if needed > free {
             let gb = |n: usize| n as f64 / 1e9;
             return Err(machine(format!(
@@ -378,7 +380,7 @@ impl Machine {
             lag: 0,
             counters: Counters::default(),
             timings,
-            link: link.take(),
+            link: link.take().map(|(link, _)| link),
             slice,
         })
     }

@@ -1,12 +1,9 @@
 //! The GPU backend. cuda.rs is the only file with driver calls; device.rs is what the rest sees of a GPU.
-pub mod comm;
 pub mod cuda;
 pub mod device;
 pub mod fatbins;
 pub mod kernels;
-pub mod links;
 pub mod machine;
-pub mod nccl;
 pub mod params;
 pub mod probe;
 pub mod ranks;

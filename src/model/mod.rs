@@ -2,6 +2,7 @@
 pub mod checkpoint;
 pub mod claim;
 pub mod config;
+pub mod divide;
 pub mod draft;
 mod draft_config;
 pub mod draft_vocab;

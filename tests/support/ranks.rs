@@ -8,12 +8,13 @@ use std::time::Duration;
 use volley::cmd::check;
 use volley::cpu::Reference;
 use volley::gpu::device::Gpu;
-use volley::gpu::links::Collectives;
 use volley::gpu::machine::Options;
+use volley::gpu::ranks::settle::Collectives;
 use volley::gpu::ranks::{Conductor, LastResort, Setup};
 use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::claim::claim;
 use volley::model::config::Config;
+use volley::model::divide::Asked;
 use volley::model::draft::DraftModel;
 use volley::model::plan::{Pass, Step};
 use volley::model::table::Table;
@@ -66,6 +67,7 @@ pub fn setup(
         gpus: (0..count).map(|rank| rank % gpus).collect(),
         open,
         collectives: Collectives::default(),
+        asked: Asked::default(),
         config,
         weights: Some(weights),
         options,

@@ -10,7 +10,7 @@ pub struct Ranks {
     pub rank: usize,
     pub count: usize,
     /// Every rank has all of attention, weights and cache: a layer has one sum over ranks instead of two. For machines
-    /// whose sums take long (gpu/links.rs).
+    /// whose sums take long (divide.rs).
     pub whole_attention: bool,
     /// The layer of an EAGLE-3 drafter is divided as the target's are, where `Drafter::divides`: two sums a draft.
     /// Otherwise, and the rest of it, it is whole on every rank.

@@ -5,17 +5,19 @@
 //! rank 0 has done it; the others follow on their own, held together by the collectives in the passes. The first
 //! failure of any rank ends all of them: it is what the next call returns. After it nothing is freed, since the driver
 //! may wait in such a call for kernels that wait themselves, and the process ends soon; when the caller does not come
-//! for the error, `LastResort` ends it. Between ranks: comm.rs; what connects them: links.rs.
-use super::comm::{self, Link, Rendezvous, Threads};
-use super::cuda;
-use super::device::Gpu;
-use super::links::{self, Collectives, Found};
-use super::machine::{Machine, Options};
-use super::weights::Source;
+//! for the error, `LastResort` ends it. Between ranks: link.rs; what connects them: pairs.rs and tune.rs.
+use super::link::Link;
+use super::rendezvous::{self, Rendezvous, Threads};
+use super::settle::{settle, Collectives, Found};
 use crate::decode::policy::Costs;
 use crate::decode::{Backend, Counters, Limits, Record, Sampling, StepTime};
 use crate::error::{self, internal, machine};
+use crate::gpu::cuda;
+use crate::gpu::device::Gpu;
+use crate::gpu::machine::{Machine, Options, STORAGE};
+use crate::gpu::weights::Source;
 use crate::model::config::Config;
+use crate::model::divide::{divide, Asked, Division, Measured, MemorySpeed, Model};
 use crate::model::weights::Weights;
 use anyhow::{Context, Error, Result};
 use std::mem::ManuallyDrop;
@@ -44,11 +46,20 @@ pub struct Setup {
     /// Opens the GPU of a rank but the first, on the rank's own thread.
     pub open: Box<dyn Fn(usize) -> Result<Gpu> + Send + Sync>,
     pub collectives: Collectives,
+    /// What is divided, where that is not left to measurement.
+    pub asked: Asked,
     pub config: Config,
     /// None: random ones.
     pub weights: Option<Weights>,
     pub options: Options,
     pub last_resort: LastResort,
+}
+
+/// What a start finds out, on all ranks alike.
+#[derive(Clone, Debug)]
+pub struct Start {
+    pub found: Found,
+    pub division: Division,
 }
 
 /// For an error that nobody comes for: the caller may hang in a call of the driver, and then nobody else can end the
@@ -66,31 +77,38 @@ impl Setup {
         gpu: Option<Gpu>,
         failure: &Failure,
         progress: &mut dyn FnMut(usize, usize),
-    ) -> Result<(Machine, Found)> {
+    ) -> Result<(Machine, Start)> {
         let gpu = gpu.map_or_else(|| (self.open)(rank), Ok)?;
         if self.gpus.iter().any(|gpu| *gpu != self.gpus[0]) {
             stay_near(&gpu.info().bus_id);
         }
         let mut link = Link::new(&gpu, rank, failure.rendezvous.clone(), self.collectives.link)?;
         // the link waits for the others when it goes
-        let found = self.settle(&mut link).inspect_err(|e| link.fail(&format!("{e:#}")))?;
+        let (found, division) = self.settle(&mut link).inspect_err(|e| link.fail(&format!("{e:#}")))?;
         let source = self.weights.as_ref().map_or(Source::Random(0), Source::Checkpoint);
-        Ok((Machine::of_rank(gpu, Some(link), self.config.clone(), source, self.options.clone(), progress)?, found))
+        let (config, options) = (self.config.clone(), self.options.clone());
+        let machine = Machine::of_rank(gpu, Some((link, division.ranks)), config, source, options, progress)?;
+        Ok((machine, Start { found, division }))
     }
 
     /// What connects the ranks, and how the model is divided on it.
-    fn settle(&self, link: &mut Link) -> Result<Found> {
-        let mut found = links::settle(link, &self.collectives, self.config.hidden)?;
-        found.attention = links::attention(link, &self.config, self.options.context, &found)?;
-        link.whole_attention =
-            self.collectives.whole_attention.unwrap_or(found.attention.is_some_and(|cost| cost.is_whole()));
-        let drafter =
-            self.options.drafter.as_ref().map(|drafter| &drafter.shape).filter(|shape| shape.divides(link.ranks()));
-        link.split_drafter = match (drafter, self.collectives.split_drafter) {
-            (Some(shape), None) => links::splitting_pays(link, shape, &found)?,
-            (drafter, asked) => drafter.is_some() && asked == Some(true),
+    fn settle(&self, link: &mut Link) -> Result<(Found, Division)> {
+        let found = settle(link, &self.collectives, self.config.hidden)?;
+        let measured = match found.sum_us().filter(|_| !link.shared) {
+            Some(sum_us) => {
+                let (rate, free_bytes) = (link.gpu().info().memory_rate(), link.gpu().memory()?.0);
+                Some(Measured { sum_us, memories: link.gathered(&MemorySpeed { rate, free_bytes })? })
+            }
+            None => None,
         };
-        Ok(found)
+        let model = Model {
+            config: &self.config,
+            drafter: self.options.drafter.as_ref().map(|drafter| &drafter.shape),
+            context: self.options.context,
+            storage: STORAGE,
+        };
+        let division = divide(&model, link.rank, link.ranks(), self.asked, measured.as_ref())?;
+        Ok((found, division))
     }
 
     /// For errors: `rank 1 (GPU 0)`.
@@ -102,10 +120,8 @@ impl Setup {
 type Job = Box<dyn FnOnce(&mut Machine) -> Result<()> + Send>;
 
 pub struct Conductor {
-    first: Option<Machine>,
+    first: Option<(Machine, Start)>,
     others: Vec<Rank>,
-    /// What the start found out about the links between ranks.
-    pub links: Found,
     failure: Arc<Failure>,
 }
 
@@ -134,7 +150,7 @@ impl Failure {
         let name = self.setup.name(rank);
         let mut slot = self.error.lock().expect("nobody panics with it");
         let first = !self.happened.swap(true, SeqCst);
-        if first || (slot.as_ref().is_some_and(comm::follows) && !comm::follows(&error)) {
+        if first || (slot.as_ref().is_some_and(rendezvous::follows) && !rendezvous::follows(&error)) {
             // A driver's error is the machine's; otherwise the error knows.
             let error = if cuda::is_driver_error(&error) { machine(format!("{error:#}")) } else { error };
             *slot = Some(error.context(format!("{name}, {place}")));
@@ -166,7 +182,7 @@ impl Failure {
         loop {
             let mut slot = self.error.lock().expect("nobody panics with it");
             match &*slot {
-                Some(error) if comm::follows(error) && start.elapsed() < CAUSE => {}
+                Some(error) if rendezvous::follows(error) && start.elapsed() < CAUSE => {}
                 None if !self.happened.load(SeqCst) && start.elapsed() < CAUSE => {} // its thread is about to report it
                 _ => {
                     return slot.take().unwrap_or_else(|| machine("a rank has failed before; the others ended with it"))
@@ -237,8 +253,7 @@ impl Conductor {
             error: Mutex::default(),
             seen: AtomicBool::new(false),
         });
-        let mut conductor =
-            Conductor { first: None, others: Vec::new(), links: Found::default(), failure: failure.clone() };
+        let mut conductor = Conductor { first: None, others: Vec::new(), failure: failure.clone() };
         for rank in 1..setup.gpus.len() {
             let (jobs, receiver) = mpsc::channel();
             let (setup, failure) = (setup.clone(), failure.clone());
@@ -247,7 +262,7 @@ impl Conductor {
             conductor.others.push(Rank { jobs, thread: thread.context("the thread of a rank")? });
         }
         match setup.make(0, Some(gpu), &failure, progress) {
-            Ok((machine, links)) => (conductor.first, conductor.links) = (Some(machine), links),
+            Ok(first) => conductor.first = Some(first),
             Err(e) => failure.report(0, "load".into(), e),
         }
         match failure.happened.load(SeqCst) {
@@ -257,7 +272,12 @@ impl Conductor {
     }
 
     pub fn first(&self) -> &Machine {
-        self.first.as_ref().expect("made at start")
+        &self.first.as_ref().expect("made at start").0
+    }
+
+    /// What the start found out.
+    pub fn start(&self) -> &Start {
+        &self.first.as_ref().expect("made at start").1
     }
 
     /// For checks: the same call on every rank, at the same time; what each returned, by rank. Any error ends all
@@ -315,7 +335,7 @@ impl Conductor {
         is_fatal: fn(&Error) -> bool,
         call: impl FnOnce(&mut Machine) -> Result<T>,
     ) -> Result<T> {
-        let machine = self.first.as_mut().expect("made at start");
+        let machine = &mut self.first.as_mut().expect("made at start").0;
         let result = call(machine);
         match result {
             Err(e) if is_fatal(&e) => self.failure.report(0, format!("{phase}, pass {}", machine.passes()), e),
@@ -334,7 +354,7 @@ impl Drop for Conductor {
         self.failure.seen.store(true, SeqCst);
         let end = match (self.failure.happened.load(SeqCst), self.first.take()) {
             (true, first) => {
-                first.into_iter().for_each(Machine::abandon);
+                first.into_iter().for_each(|(machine, _)| machine.abandon());
                 END_FAILED
             }
             (false, first) => {

@@ -3,9 +3,9 @@
 //!
 //! cudarc's own NCCL layer looks for libnccl.so, never for libnccl.so.2, which is what packages install, and panics
 //! where a symbol is missing.
-use super::cuda;
-use super::device::Raw;
 use crate::error::machine;
+use crate::gpu::cuda;
+use crate::gpu::device::Raw;
 use anyhow::{Context, Result};
 use std::ffi::{c_char, c_int, c_void, CStr};
 use std::path::Path;
