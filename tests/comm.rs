@@ -125,7 +125,8 @@ fn all_algorithms_give_the_hosts_sums() {
             set_epochs(link, gpu, u32::MAX - 3)?;
             let mut choices = Vec::new();
             for algorithm in [Algorithm::Push, Algorithm::Pull, Algorithm::TwoShot] {
-                choices.extend([1, link.blocks(algorithm, rows, dim)].map(|blocks| Variant { algorithm, blocks }));
+                choices
+                    .extend([1, link.wire().blocks(algorithm, rows, dim)].map(|blocks| Variant { algorithm, blocks }));
             }
             all_reduce(link, gpu, &choices, rows, dim)
         });
@@ -218,7 +219,7 @@ fn soak(link: &Link, gpu: &Gpu, tape: &[bf16], sums: &[f32], replays: usize) -> 
         for at in 0..if i < 6 { 1 } else { 1 + below(&mut shared, SOAK_SUMS) } {
             let algorithm = if i < 6 { algorithms[i / 2] } else { algorithms[below(&mut shared, 3)] };
             let rows = if i < 6 { [1, SOAK_ROWS][i % 2] } else { 1 + below(&mut shared, SOAK_ROWS) };
-            let (fewest, most) = link.block_limits(algorithm, SOAK_DIM);
+            let (fewest, most) = link.wire().block_limits(algorithm, SOAK_DIM);
             let blocks = fewest.max(1) + below(&mut shared, most - fewest.max(1) + 1);
             let sum = AllReduce {
                 partial: partials.at(2 * at * N),
@@ -390,7 +391,7 @@ fn what_does_not_fit_is_refused() {
             assert!(format!("{error:#}").contains(text), "{error:#}");
         };
         refused(Algorithm::Push, 5, 64, "expected 1 to 4");
-        let most = link.block_limits(Algorithm::Push, 16384).1; // 4 where ranks share a GPU, 32 where each has its own
+        let most = link.wire().block_limits(Algorithm::Push, 16384).1; // 4 where ranks share a GPU, 32 where each has its own
         refused(Algorithm::Push, 1, 16384, &format!("expected 2 to {most}"));
         refused(Algorithm::TwoShot, 1, 16, "at least 16 columns a rank");
         refused(Algorithm::Pull, 1, 24, "a multiple of 16");
@@ -499,7 +500,7 @@ fn choices_are_remembered() {
     let settle = |n: usize, hidden: usize, collectives: Collectives| -> Found {
         alike(ranks(n, LinkOptions::default(), |link, _| {
             let found = settle::settle(link, &collectives, hidden)?;
-            found.tuned.iter().for_each(|t| assert_eq!(link.variant(t.rows, hidden), t.variant));
+            found.tuned.iter().for_each(|t| assert_eq!(link.wire().variant(t.rows, hidden), t.variant));
             Ok(found)
         }))
     };
@@ -622,7 +623,7 @@ fn nccl_in_this_process() {
         1 => vec![volley::gpu::open(0).and_then(|gpu| nccl_alone(&gpu, library()?, sums, rows * dim))],
         _ => ranks(n, LinkOptions::default(), |link, gpu| {
             link.attach_nccl(&library()?, algorithm, &[1, rows, 16], dim)?;
-            all_reduce(link, gpu, &[Variant { algorithm, blocks: link.blocks(algorithm, rows, dim) }], rows, dim)
+            all_reduce(link, gpu, &[Variant { algorithm, blocks: link.wire().blocks(algorithm, rows, dim) }], rows, dim)
         }),
     };
     if let Some(error) = results.iter().find_map(|r| r.as_ref().err()) {

@@ -264,7 +264,7 @@ impl Driver for Cuda {
             numAttrs: launch.early as u32,
         };
         let mut args = [params.as_ptr() as *mut c_void];
-        // Sound: every kernel takes one params struct; Gpu::launch passes the struct that kernels.rs pairs with it.
+        // Sound: every kernel takes one params struct; callers pass the struct that its KERNEL row names.
         unsafe {
             sys::cuLaunchKernelEx(&config, kernel as sys::CUfunction, args.as_mut_ptr(), ptr::null_mut()).result()?
         };

@@ -168,8 +168,13 @@ impl Gpu {
     pub fn launch<P: Params>(&self, kernel: &Kernel, launch: Launch, params: &P) -> Result<()> {
         // Sound: Params has no padding, so every byte is initialised.
         let bytes = unsafe { std::slice::from_raw_parts(params as *const P as *const u8, mem::size_of::<P>()) };
+        self.launch_bytes(kernel, launch, bytes)
+    }
+
+    /// `params` is the params struct of the kernel.
+    pub fn launch_bytes(&self, kernel: &Kernel, launch: Launch, params: &[u8]) -> Result<()> {
         self.driver
-            .launch(kernel.handle, launch, bytes)
+            .launch(kernel.handle, launch, params)
             .with_context(|| format!("launch {} with {launch:?}", kernel.name))
     }
 

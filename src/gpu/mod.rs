@@ -1,13 +1,22 @@
 //! The GPU backend. cuda.rs is the only file with driver calls; device.rs is what the rest sees of a GPU.
+pub mod arena;
+pub mod catalog;
 pub mod cuda;
 pub mod device;
 pub mod fatbins;
+mod inspect;
 pub mod kernels;
+pub mod launch;
+pub mod lower;
 pub mod machine;
+pub mod matrix;
+mod norms;
+pub mod op;
 pub mod params;
 pub mod probe;
 pub mod ranks;
 pub mod shim;
+mod timing;
 pub mod weights;
 
 use anyhow::Result;

@@ -1,5 +1,6 @@
 //! What the machine allows: the rate at which memory can be read, against which everything else is measured, and the
 //! price of a launch.
+use super::catalog::KernelId;
 use super::device::{Gpu, Launch};
 use super::kernels::Kernels;
 use super::params::{FillParams, NormParams, ReadParams};
@@ -24,13 +25,13 @@ pub fn read_ceiling(gpu: &Gpu) -> Result<f64> {
         pad: 0,
     };
     let launch = Launch { grid: (8 * gpu.info().n_sms as u32, 1, 1), block: 256, shared: 0, early: false };
-    gpu.launch(&kernels.fill_random, launch, &params)?;
+    gpu.launch(kernels.get(KernelId::FillRandom), launch, &params)?;
     let params = ReadParams { from: buffer.at(0), n: bytes as u64 / 16, sink: sink.at(0) };
     let mut best = 0.0f64;
     for blocks_an_sm in [2, 4, 2, 4, 2, 4] {
         let launch =
             Launch { grid: (blocks_an_sm * gpu.info().n_sms as u32, 1, 1), block: 512, shared: 0, early: false };
-        let ms = gpu.time(|| gpu.launch(&kernels.read_ceiling, launch, &params))?;
+        let ms = gpu.time(|| gpu.launch(kernels.get(KernelId::ReadCeiling), launch, &params))?;
         best = best.max(bytes as f64 / (ms as f64 / 1e3));
     }
     Ok(best)
@@ -63,7 +64,7 @@ pub fn node_cost(gpu: &Gpu) -> Result<NodeCost> {
     let cost = |early: bool| -> Result<f64> {
         let launch = Launch { grid: (1, 1, 1), block: 256, shared: 0, early };
         let graph = gpu.capture(|| {
-            (0..NODES).try_for_each(|_| gpu.launch(&kernels.norm_rows[0], launch, &NormParams::zeroed()))
+            (0..NODES).try_for_each(|_| gpu.launch(kernels.get(KernelId::NormRows), launch, &NormParams::zeroed()))
         })?;
         let mut best = f32::INFINITY;
         for _ in 0..6 {

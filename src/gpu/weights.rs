@@ -1,8 +1,11 @@
 //! Weights into GPU memory: read into page-locked buffers while the one before is copied, and re-tiled on the GPU into
 //! the order in which mma.sync wants them (kernels/format.cuh). The plan says which matrices there are and how their
 //! columns are divided, `Weight::part_of_rank` which rows and columns are this rank's: no others are read.
+use super::arena;
+use super::catalog::KernelId;
 use super::device::{Event, Gpu, Launch, Memory, Pinned};
-use super::kernels::{Absorbed, Kernels, Matrix, Tiles};
+use super::kernels::Kernels;
+use super::matrix::{Absorbed, Matrix, Tiles};
 use super::params::{FillCodesParams, FillParams, RepackCodesParams, RepackParams, ROWS_GATE, ROWS_PLAIN, ROWS_UP};
 use crate::model::checkpoint::{Dtype, Tensor};
 use crate::model::plan::{Epilogue, Plan, Ranks, Step};
@@ -139,6 +142,31 @@ impl Layout {
         self.matrices.iter().filter(|(id, _)| !self.aliases.iter().any(|alias| alias.id == **id))
     }
 
+    /// Where everything is in memory that begins at `start`.
+    pub fn addresses(&self, start: u64) -> arena::Weights {
+        let mut at = start;
+        let mut place = |bytes: usize| {
+            at += bytes as u64;
+            at - bytes as u64
+        };
+        let (mut matrices, mut absorbed) = (self.matrices.clone(), self.absorbed.clone());
+        for (id, matrix) in self.owned() {
+            matrices.entry(*id).and_modify(|placed| placed.place(place(matrix.bytes())));
+        }
+        for pair in absorbed.values_mut() {
+            for matrix in [&mut pair.keys, &mut pair.values] {
+                matrix.place(place(matrix.bytes()));
+            }
+        }
+        for alias in &self.aliases {
+            let of = &matrices[&alias.of];
+            let at = of.parts[0].at + (alias.first_row / 16 * of.tile_bytes(&of.parts[0])) as u64;
+            matrices.get_mut(&alias.id).expect("an alias of a matrix is one").parts[0].at = at;
+        }
+        let vectors = self.vectors.iter().map(|(&id, vector)| (id, place(vector.bytes()))).collect();
+        arena::Weights { matrices, absorbed, vectors }
+    }
+
     /// Bytes of device memory.
     pub fn bytes(&self) -> usize {
         let matrices: usize = self.owned().map(|(_, matrix)| matrix.bytes()).sum();
@@ -150,9 +178,7 @@ impl Layout {
 /// What the kernels read.
 pub struct Placed {
     pub memory: Memory,
-    pub matrices: BTreeMap<WeightId, Matrix>,
-    pub absorbed: BTreeMap<WeightId, Absorbed>,
-    pub vectors: BTreeMap<WeightId, u64>,
+    pub weights: arena::Weights,
     /// Of matrices and their scales.
     pub read_bytes: usize,
 }
@@ -168,7 +194,7 @@ impl Layout {
     /// Takes the memory and fills it; weights that `drafter` has come from there. `progress` gets (bytes done, bytes in
     /// all).
     pub fn place(
-        mut self,
+        &self,
         gpu: &Gpu,
         kernels: &Kernels,
         source: &Source,
@@ -177,29 +203,9 @@ impl Layout {
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Placed> {
         let memory = gpu.allocate(self.bytes())?;
-        let mut offset = 0;
-        let mut place = |bytes: usize| {
-            offset += bytes;
-            memory.at(offset - bytes)
-        };
         let owned: Vec<WeightId> = self.owned().map(|(id, _)| *id).collect();
-        let (mut matrices, mut absorbed) = (mem::take(&mut self.matrices), mem::take(&mut self.absorbed));
-        for id in &owned {
-            let matrix = matrices.get_mut(id).expect("owned matrices are matrices");
-            matrix.place(place(matrix.bytes()));
-        }
-        for pair in absorbed.values_mut() {
-            for matrix in [&mut pair.keys, &mut pair.values] {
-                matrix.place(place(matrix.bytes()));
-            }
-        }
-        for alias in &self.aliases {
-            let of = &matrices[&alias.of];
-            let at = of.parts[0].at + (alias.first_row / 16 * of.tile_bytes(&of.parts[0])) as u64;
-            matrices.get_mut(&alias.id).expect("an alias of a matrix is one").parts[0].at = at;
-        }
-        let vectors: BTreeMap<WeightId, u64> =
-            self.vectors.iter().map(|(&id, vector)| (id, place(vector.bytes()))).collect();
+        let placed = self.addresses(memory.at(0));
+        let arena::Weights { matrices, absorbed, vectors } = &placed;
         let mut read_bytes = 0;
         match source {
             Source::Checkpoint(weights) => {
@@ -210,7 +216,7 @@ impl Layout {
                 for &id in &owned {
                     upload.matrix(get(id), ranks.of(id.role), &matrices[&id])?;
                 }
-                for (&id, pair) in &absorbed {
+                for (&id, pair) in absorbed {
                     upload.absorbed(get(id), ranks.of(id.role), pair)?;
                 }
                 read_bytes = upload.finish()?;
@@ -257,7 +263,7 @@ impl Layout {
                 gpu.synchronize()?;
             }
         }
-        Ok(Placed { memory, matrices, absorbed, vectors, read_bytes })
+        Ok(Placed { memory, weights: placed, read_bytes })
     }
 }
 
@@ -289,7 +295,11 @@ impl Fill<'_> {
                 scale,
             };
             let grid = (8 * self.gpu.info().n_sms as u32, 1, 1);
-            self.gpu.launch(&self.kernels.fill_codes, Launch { grid, block: 256, shared: 0, early: false }, &params)?;
+            self.gpu.launch(
+                self.kernels.get(KernelId::FillCodes),
+                Launch { grid, block: 256, shared: 0, early: false },
+                &params,
+            )?;
             if matrix.tiles == Tiles::Fp8Rows {
                 self.gpu.upload(&vec![scale; rows], part.scales_at)?;
                 self.gpu.synchronize()?;
@@ -303,7 +313,11 @@ impl Fill<'_> {
         let (n, k) = (n as i32, k as i32);
         let params = FillParams { to, seed, n, k, retiled: retiled as i32, constant: constant as i32, scale, pad: 0 };
         let grid = (8 * self.gpu.info().n_sms as u32, 1, 1);
-        self.gpu.launch(&self.kernels.fill_random, Launch { grid, block: 256, shared: 0, early: false }, &params)
+        self.gpu.launch(
+            self.kernels.get(KernelId::FillRandom),
+            Launch { grid, block: 256, shared: 0, early: false },
+            &params,
+        )
     }
 }
 
@@ -831,10 +845,12 @@ impl Repack {
             early: false,
         };
         match self {
-            Repack::Plain(p) => gpu.launch(&kernels.repack, grid(p.k_blocks * 16, p.rows), p),
-            Repack::Fp8(p) => gpu.launch(&kernels.repack_fp8, grid((p.k_blocks + 1) / 2 * 8, p.rows), p),
-            Repack::Int4(p) => gpu.launch(&kernels.repack_int4, grid((p.k_blocks + 1) / 2 * 8, p.rows), p),
-            Repack::Quantise(p) => gpu.launch(&kernels.quantise_fp8, grid((p.k_blocks + 1) / 2 * 64, p.rows / 8), p),
+            Repack::Plain(p) => gpu.launch(kernels.get(KernelId::Repack), grid(p.k_blocks * 16, p.rows), p),
+            Repack::Fp8(p) => gpu.launch(kernels.get(KernelId::RepackFp8), grid((p.k_blocks + 1) / 2 * 8, p.rows), p),
+            Repack::Int4(p) => gpu.launch(kernels.get(KernelId::RepackInt4), grid((p.k_blocks + 1) / 2 * 8, p.rows), p),
+            Repack::Quantise(p) => {
+                gpu.launch(kernels.get(KernelId::QuantiseFp8), grid((p.k_blocks + 1) / 2 * 64, p.rows / 8), p)
+            }
         }
     }
 }

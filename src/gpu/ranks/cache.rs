@@ -53,7 +53,7 @@ fn entries(path: &Path) -> Vec<Entry> {
 
 pub fn recall(link: &Link, path: &Path, key: &Key) -> Option<Vec<Tuned>> {
     let tuned = entries(path).into_iter().find(|entry| entry.key == *key)?.tuned;
-    let fits = |t: &Tuned| t.variant.blocks > 0 && link.fits(t.variant, key.hidden).is_ok();
+    let fits = |t: &Tuned| t.variant.blocks > 0 && link.wire().fits(t.variant, key.hidden).is_ok();
     (tuned.iter().map(|t| t.rows).eq(TUNED_ROWS) && tuned.iter().all(fits)).then_some(tuned)
 }
 

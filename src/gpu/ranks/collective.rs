@@ -1,13 +1,15 @@
-//! The collectives of a pass: sums over ranks and exchanges of words, through the windows of a `Link`
-//! (kernels/comm.cuh says how).
+//! Collectives as data: the kernel, blocks and params of a sum over ranks or an exchange of words (kernels/comm.cuh),
+//! from what a rank knows of the others. No GPU is asked. A `Link` makes the wire and runs what it describes.
 //!
-//! What one launches is data (`sum`, `words`), and may be captured. Which way of adding is fastest: tune.rs; which one
-//! is taken: settle.rs.
-use super::algorithm::{Algorithm, Variant};
-use super::link::Link;
-use crate::gpu::device::{Kernel, Launch, Params};
-use crate::gpu::params::*;
+//! Which way of adding is fastest: tune.rs; which one is taken: settle.rs.
+use super::algorithm::{Algorithm, Fault, Variant};
+use crate::gpu::catalog::KernelId;
+use crate::gpu::op::NcclCall;
+use crate::gpu::params::{
+    AllReduceParams, CommRanks, ExchangeParams, COMM_CHANNELS, COMM_SLOT_BYTES, EXCHANGE_MAX, EXCHANGE_SUM,
+};
 use anyhow::{bail, ensure, Context, Result};
+use std::cell::RefCell;
 
 /// Addresses and sizes of one all-reduce; what they mean is in kernels/params.h, AllReduceParams. 0: absent.
 #[derive(Clone, Copy, Debug, Default)]
@@ -25,27 +27,24 @@ pub struct AllReduce {
     pub dim: usize,
 }
 
-/// A launch of one of the kernels between ranks, as data.
-pub struct Collective<'a, P> {
-    pub kernel: &'a Kernel,
-    pub launch: Launch,
-    pub params: P,
-}
-
-/// What an all-reduce runs as.
-pub struct Sum<'a> {
-    /// Comes first.
-    pub brought: Option<Brought>,
-    pub collective: Collective<'a, AllReduceParams>,
-}
-
-/// NCCL brings all ranks' partials to this one, [ranks][n] bf16, or their sum, [n] bf16.
-#[derive(Clone, Copy, Debug)]
-pub struct Brought {
-    pub adds: bool,
-    pub from: u64,
-    pub to: u64,
-    pub n: usize,
+impl AllReduce {
+    pub fn params(&self, comm: CommRanks) -> AllReduceParams {
+        AllReduceParams {
+            comm,
+            partial: self.partial,
+            x: self.x,
+            bias: self.bias,
+            tap: self.tap,
+            next_norm: self.next_norm,
+            normed: self.normed,
+            squares: self.squares,
+            n_rows: self.n_rows,
+            rows: self.rows as i32,
+            dim: self.dim as i32,
+            tap_stride: self.tap_stride as i32,
+            wait_ns: 0,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,15 +53,44 @@ pub enum Exchange {
     Sum,
 }
 
+/// A collective as it will be launched.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Collective {
+    /// What NCCL does before the kernel.
+    pub nccl: Option<NcclCall>,
+    pub kernel: KernelId,
+    pub blocks: usize,
+    /// Of a block.
+    pub threads: usize,
+    /// The params struct of the kernel.
+    pub params: Vec<u8>,
+    /// `Wire::shared`
+    pub shared: bool,
+}
+
+/// What a rank knows of the others: all that decides how a collective runs.
+pub struct Wire {
+    pub comm: CommRanks,
+    /// Ranks share a GPU: kernels start when the one before has ended, on few blocks, so that the others' kernels find
+    /// room.
+    pub shared: bool,
+    pub n_sms: usize,
+    /// What this rank lets go wrong.
+    pub fault: Option<Fault>,
+    /// (largest number of rows, variant), ascending. The last counts for all that is larger.
+    pub variants: Vec<(usize, Variant)>,
+    /// Where NCCL puts what it gathers, [ranks][rows][dim] bf16, and the bytes of that.
+    pub gathered: Option<(u64, usize)>,
+    /// Names of what was launched, by `CommRanks::step`.
+    pub steps: RefCell<Vec<String>>,
+}
+
 /// Most blocks of a rank that shares its GPU: all ranks' spinning blocks must be resident, and leave room.
 const SHARED_BLOCKS: usize = 4;
-const THREADS: usize = 256;
 
-impl Link {
-    /// What to use from now on, by largest number of rows, ascending; the last for all that is larger. The same on all
-    /// ranks.
-    pub fn choose(&mut self, variants: Vec<(usize, Variant)>) {
-        self.variants = variants;
+impl Wire {
+    pub fn ranks(&self) -> usize {
+        self.comm.ranks as usize
     }
 
     /// What an all-reduce of [rows, dim] would run as.
@@ -82,7 +110,7 @@ impl Link {
     /// Blocks that suit an algorithm and a size: about 4 KB of a rank's sums each, where not measured.
     pub fn blocks(&self, algorithm: Algorithm, rows: usize, dim: usize) -> usize {
         if algorithm.needs_nccl() {
-            return (rows * dim / 8).div_ceil(THREADS).min(self.gpu().info().n_sms);
+            return (rows * dim / 8).div_ceil(KernelId::AllReduceLocal.threads() as usize).min(self.n_sms);
         }
         let (fewest, most) = self.block_limits(algorithm, dim);
         let wanted = if self.shared { SHARED_BLOCKS } else { (rows * dim * 2).div_ceil(4096).max(4) };
@@ -116,97 +144,52 @@ impl Link {
     }
 
     /// x += bf16(sum of all ranks' partials + bias), and what the next norm needs of it. `step` names it in errors.
-    pub fn all_reduce_norm(&self, step: &str, a: &AllReduce) -> Result<()> {
+    pub fn all_reduce(&self, step: &str, a: &AllReduce) -> Result<Collective> {
         self.all_reduce_with(self.variant(a.rows, a.dim), step, a)
     }
 
-    /// As `all_reduce_norm`, in this way.
-    pub fn all_reduce_with(&self, variant: Variant, step: &str, a: &AllReduce) -> Result<()> {
-        let sum = self.sum(variant, step, a)?;
-        if let Some(brought) = &sum.brought {
-            self.bring(brought)?;
-        }
-        self.launch(&sum.collective)
-    }
-
-    /// What an all-reduce launches.
-    pub fn sum(&self, variant: Variant, step: &str, a: &AllReduce) -> Result<Sum<'_>> {
+    /// As `all_reduce`, with this variant.
+    pub fn all_reduce_with(&self, variant: Variant, step: &str, a: &AllReduce) -> Result<Collective> {
         ensure!(a.dim % 16 == 0, "an all-reduce of rows of {}: expected a multiple of 16", a.dim);
         self.fits(variant, a.dim)?;
-        let mut params = AllReduceParams {
-            comm: self.comm_of(step),
-            partial: a.partial,
-            x: a.x,
-            bias: a.bias,
-            tap: a.tap,
-            next_norm: a.next_norm,
-            normed: a.normed,
-            squares: a.squares,
-            n_rows: a.n_rows,
-            rows: a.rows as i32,
-            dim: a.dim as i32,
-            tap_stride: a.tap_stride as i32,
-            wait_ns: 0,
-        };
+        let params = a.params(self.comm_of(step));
         let kernel = match variant.algorithm {
-            Algorithm::Push => &self.kernels.push,
-            Algorithm::Pull => &self.kernels.pull,
-            Algorithm::TwoShot => &self.kernels.two_shot,
-            Algorithm::Nccl | Algorithm::NcclAllReduce => {
-                let brought = self.brought(variant.algorithm == Algorithm::NcclAllReduce, a)?;
-                params.partial = brought.to;
-                params.comm.ranks = if brought.adds { 1 } else { params.comm.ranks };
-                let collective = self.collective(&self.kernels.local, variant.blocks, THREADS, params);
-                return Ok(Sum { brought: Some(brought), collective });
+            Algorithm::Push => {
+                self.kernel(KernelId::AllReducePush, KernelId::AllReducePushFaulty, Some(variant.algorithm))
             }
+            Algorithm::Pull => {
+                self.kernel(KernelId::AllReducePull, KernelId::AllReducePullFaulty, Some(variant.algorithm))
+            }
+            Algorithm::TwoShot => {
+                self.kernel(KernelId::AllReduceTwoShot, KernelId::AllReduceTwoShotFaulty, Some(variant.algorithm))
+            }
+            Algorithm::Nccl | Algorithm::NcclAllReduce => return self.all_reduce_by_nccl(variant, a, params),
         };
         // No more threads than a chunk of the widest block has vectors.
         let vectors = 2 * (a.dim / 16).div_ceil(variant.blocks) * a.rows;
-        let threads = vectors.next_multiple_of(32).min(THREADS);
-        Ok(Sum { brought: None, collective: self.collective(kernel, variant.blocks, threads, params) })
+        Ok(self.collective(kernel, variant.blocks, vectors, &params))
     }
 
-    fn brought(&self, adds: bool, a: &AllReduce) -> Result<Brought> {
-        let nccl = self.nccl.as_ref().context("NCCL was not loaded")?;
-        let n = a.rows * a.dim;
+    /// NCCL moves the sums, a kernel of this rank adds them.
+    fn all_reduce_by_nccl(&self, variant: Variant, a: &AllReduce, mut params: AllReduceParams) -> Result<Collective> {
+        let (to, bytes) = self.gathered.context("NCCL was not loaded")?;
+        let (n, adds) = (a.rows * a.dim, variant.algorithm == Algorithm::NcclAllReduce);
         ensure!(
-            if adds { n } else { n * self.ranks() } * 2 <= nccl.gathered.bytes(),
+            if adds { n } else { n * self.ranks() } * 2 <= bytes,
             "{} x {} is more than NCCL was prepared for",
             a.rows,
             a.dim
         );
-        Ok(Brought { adds, from: a.partial, to: nccl.gathered.at(0), n })
+        params.partial = to;
+        params.comm.ranks = if adds { 1 } else { params.comm.ranks };
+        let kernel = KernelId::AllReduceLocal;
+        let local = self.collective(kernel, variant.blocks, kernel.threads() as usize, &params);
+        Ok(Collective { nccl: Some(NcclCall { adds, from: a.partial, to, n }), ..local })
     }
 
-    /// Has NCCL do it, on the stream of this rank.
-    pub fn bring(&self, brought: &Brought) -> Result<()> {
-        let nccl = self.nccl.as_ref().context("NCCL was not loaded")?;
-        match *brought {
-            Brought { adds: true, from, to, n } => nccl.comm.all_reduce(from, to, n),
-            Brought { adds: false, from, to, n } => nccl.comm.all_gather(from, to, n),
-        }
-    }
-
-    /// words[i] becomes the maximum or the sum over all ranks' words[i], u64, for i < n.
-    pub fn exchange(&self, step: &str, words: u64, n: usize, op: Exchange) -> Result<()> {
-        self.exchange_if((0, 0), step, words, n, op)
-    }
-
-    /// The same, but nothing at all where the flags are 0: (address, number) of i32 in device memory, alike on all
-    /// ranks.
-    pub fn exchange_if(&self, flags: (u64, usize), step: &str, words: u64, n: usize, op: Exchange) -> Result<()> {
-        self.launch(&self.words(flags, step, words, n, op)?)
-    }
-
-    /// What an exchange launches.
-    pub fn words(
-        &self,
-        flags: (u64, usize),
-        step: &str,
-        words: u64,
-        n: usize,
-        op: Exchange,
-    ) -> Result<Collective<'_, ExchangeParams>> {
+    /// words[i] becomes the maximum or the sum over all ranks' words[i], u64, for i < n; nothing at all where the flags
+    /// are 0: (address, number) of i32 in device memory, alike on all ranks; (0, 0): always.
+    pub fn exchange(&self, flags: (u64, usize), step: &str, words: u64, n: usize, op: Exchange) -> Result<Collective> {
         ensure!(n > 0, "an exchange of no words");
         let op = if op == Exchange::Sum { EXCHANGE_SUM } else { EXCHANGE_MAX };
         let most = if self.shared { SHARED_BLOCKS } else { COMM_CHANNELS };
@@ -219,16 +202,33 @@ impl Link {
             n_wanted: flags.1 as i32,
             pad: 0,
         };
-        let (blocks, threads) = (n.div_ceil(512).min(most), n.next_multiple_of(32).min(THREADS));
-        Ok(self.collective(&self.kernels.exchange, blocks, threads, params))
+        let kernel = self.kernel(KernelId::ExchangeWords, KernelId::ExchangeWordsFaulty, None);
+        Ok(self.collective(kernel, n.div_ceil(512).min(most), n, &params))
     }
 
-    fn collective<'a, P>(&self, kernel: &'a Kernel, blocks: usize, threads: usize, params: P) -> Collective<'a, P> {
-        let launch = Launch { grid: (blocks as u32, 1, 1), block: threads as u32, shared: 0, early: !self.shared };
-        Collective { kernel, launch, params }
+    /// With at least `n` threads a block, if the kernel has as many.
+    fn collective<P: bytemuck::NoUninit>(&self, kernel: KernelId, blocks: usize, n: usize, params: &P) -> Collective {
+        let threads = n.next_multiple_of(32).min(kernel.threads() as usize);
+        let params = bytemuck::bytes_of(params).to_vec();
+        Collective { nccl: None, kernel, blocks, threads, params, shared: self.shared }
     }
 
-    fn launch<P: Params>(&self, c: &Collective<P>) -> Result<()> {
-        self.gpu().launch(c.kernel, c.launch, &c.params)
+    fn kernel(&self, kernel: KernelId, faulty: KernelId, algorithm: Option<Algorithm>) -> KernelId {
+        let is_faulty = self.fault.is_some_and(|fault| fault.only.is_none() || fault.only == algorithm);
+        if is_faulty {
+            faulty
+        } else {
+            kernel
+        }
+    }
+
+    /// What kernels know of the ranks, with the number of what is launched.
+    pub fn comm_of(&self, step: &str) -> CommRanks {
+        let mut steps = self.steps.borrow_mut();
+        let at = steps.iter().position(|s| s == step).unwrap_or(steps.len());
+        if at == steps.len() {
+            steps.push(step.to_string());
+        }
+        CommRanks { step: at as i32, ..self.comm }
     }
 }

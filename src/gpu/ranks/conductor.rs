@@ -94,7 +94,7 @@ impl Setup {
     /// What connects the ranks, and how the model is divided on it.
     fn settle(&self, link: &mut Link) -> Result<(Found, Division)> {
         let found = settle(link, &self.collectives, self.config.hidden)?;
-        let measured = match found.sum_us().filter(|_| !link.shared) {
+        let measured = match found.sum_us().filter(|_| !link.wire().shared) {
             Some(sum_us) => {
                 let (rate, free_bytes) = (link.gpu().info().memory_rate(), link.gpu().memory()?.0);
                 Some(Measured { sum_us, memories: link.gathered(&MemorySpeed { rate, free_bytes })? })

@@ -1,12 +1,15 @@
 //! What a rank has of the others: windows into their memory, what ends its waiting, and NCCL where it is used.
 //!
 //! A `Link` is made by the thread of its rank, all ranks at the same time: they meet in a `Rendezvous`. What runs
-//! through it is in collective.rs. A kernel that waits in vain poisons its rank; `check` says what it waited for.
+//! through it is described in collective.rs. A kernel that waits in vain poisons its rank; `check` says what it waited for.
 use super::algorithm::{Algorithm, Fault, FaultKind, Variant};
+use super::collective::{AllReduce, Collective, Exchange, Wire};
 use super::nccl;
 use super::rendezvous::{stopped, Ending, Poison, Rendezvous};
 use crate::error::{internal, machine};
-use crate::gpu::device::{Gpu, Kernel, Memory, Pinned};
+use crate::gpu::device::{Gpu, Launch, Memory, Pinned};
+use crate::gpu::kernels::Kernels;
+use crate::gpu::op::NcclCall;
 use crate::gpu::params::*;
 use anyhow::{ensure, Context, Result};
 use bytemuck::Zeroable;
@@ -43,34 +46,20 @@ pub struct Link {
     pub rank: usize,
     pub peers: Vec<Peer>,
     rendezvous: Arc<dyn Rendezvous>,
-    pub(super) kernels: CommKernels,
-    comm: CommRanks,
-    /// Ranks share a GPU: kernels start when the one before has ended, on few blocks, so that the others' kernels find
-    /// room.
-    pub shared: bool,
+    wire: Wire,
+    kernels: Kernels,
     options: LinkOptions,
-    /// (largest number of rows, variant), ascending. The last counts for all that is larger.
-    pub(super) variants: Vec<(usize, Variant)>,
-    pub(super) nccl: Option<Nccl>,
-    steps: RefCell<Vec<String>>,
+    nccl: Option<Nccl>,
     ending: Arc<Mutex<Option<Ending>>>,
     record: Pinned<CommRecord>,
     window: ManuallyDrop<Memory>,
     gpu: Gpu,
 }
 
-pub(super) struct Nccl {
-    pub comm: nccl::Comm,
-    /// [ranks][rows][dim] bf16
-    pub gathered: Memory,
-}
-
-pub(super) struct CommKernels {
-    pub push: Kernel,
-    pub pull: Kernel,
-    pub two_shot: Kernel,
-    pub exchange: Kernel,
-    pub local: Kernel,
+struct Nccl {
+    comm: nccl::Comm,
+    /// `Wire::gathered`
+    _gathered: Memory,
 }
 
 impl Link {
@@ -105,27 +94,23 @@ impl Link {
         if let Some(fault) = faulty {
             (comm.fault, comm.fault_peer) = (fault.kind as i32, fault.peer as i32);
         }
-        let kernel = |name, faulty_name, algorithm: Option<Algorithm>| {
-            let is_faulty = faulty.is_some_and(|fault| fault.only.is_none() || fault.only == algorithm);
-            gpu.kernel(if is_faulty { faulty_name } else { name }, 0)
+        let wire = Wire {
+            comm,
+            shared: (1..ranks).any(|r| peers[..r].iter().any(|p| p.bus_id == peers[r].bus_id)),
+            n_sms: info.n_sms,
+            fault: faulty,
+            variants: Vec::new(),
+            gathered: None,
+            steps: RefCell::default(),
         };
         let link = Link {
             rank,
             rendezvous,
-            kernels: CommKernels {
-                push: kernel("all_reduce_push", "all_reduce_push_faulty", Some(Algorithm::Push))?,
-                pull: kernel("all_reduce_pull", "all_reduce_pull_faulty", Some(Algorithm::Pull))?,
-                two_shot: kernel("all_reduce_two_shot", "all_reduce_two_shot_faulty", Some(Algorithm::TwoShot))?,
-                exchange: kernel("exchange_words", "exchange_words_faulty", None)?,
-                local: gpu.kernel("all_reduce_local", 0)?,
-            },
-            comm,
-            shared: (1..ranks).any(|r| peers[..r].iter().any(|p| p.bus_id == peers[r].bus_id)),
+            wire,
+            kernels: Kernels::load(gpu)?,
             peers,
             options,
-            variants: Vec::new(),
             nccl: None,
-            steps: RefCell::default(),
             ending: Arc::new(Mutex::new(Some(ending))),
             record,
             window: ManuallyDrop::new(window),
@@ -203,7 +188,7 @@ impl Link {
             0 => Ok(()),
             COMM_POISON_TIMEOUT => {
                 let r = self.record.read(0);
-                let steps = self.steps.borrow();
+                let steps = self.wire.steps.borrow();
                 let phase = match r.phase as usize {
                     COMM_PHASE_PUSH => "pushed sums",
                     COMM_PHASE_REDUCE => "sums to add",
@@ -258,7 +243,8 @@ impl Link {
         if let Some(ending) = &mut *self.ending() {
             ending.nccl = Some(comm.aborter());
         }
-        self.nccl = Some(Nccl { comm, gathered });
+        self.wire.gathered = Some((gathered.at(0), gathered.bytes()));
+        self.nccl = Some(Nccl { comm, _gathered: gathered });
         Ok(())
     }
 
@@ -267,6 +253,7 @@ impl Link {
         if let Some(ending) = &mut *self.ending() {
             ending.nccl = None;
         }
+        self.wire.gathered = None;
         self.nccl = None;
     }
 
@@ -274,13 +261,41 @@ impl Link {
         self.nccl.is_some()
     }
 
-    pub(super) fn comm_of(&self, step: &str) -> CommRanks {
-        let mut steps = self.steps.borrow_mut();
-        let at = steps.iter().position(|s| s == step).unwrap_or(steps.len());
-        if at == steps.len() {
-            steps.push(step.to_string());
+    /// What all collectives of this rank are made from.
+    pub fn wire(&self) -> &Wire {
+        &self.wire
+    }
+
+    /// What to use from now on, by largest number of rows, ascending; the last for all that is larger. The same on all
+    /// ranks.
+    pub fn choose(&mut self, variants: Vec<(usize, Variant)>) {
+        self.wire.variants = variants;
+    }
+
+    /// As `Wire::all_reduce_with`, at once.
+    pub fn all_reduce_with(&self, variant: Variant, step: &str, a: &AllReduce) -> Result<()> {
+        self.run(&self.wire.all_reduce_with(variant, step, a)?)
+    }
+
+    /// As `Wire::exchange`, at once and whatever the flags.
+    pub fn exchange(&self, step: &str, words: u64, n: usize, op: Exchange) -> Result<()> {
+        self.run(&self.wire.exchange((0, 0), step, words, n, op)?)
+    }
+
+    fn run(&self, c: &Collective) -> Result<()> {
+        c.nccl.iter().try_for_each(|call| self.call_nccl(call))?;
+        let (grid, block) = ((c.blocks as u32, 1, 1), c.threads as u32);
+        let launch = Launch { grid, block, shared: c.kernel.shared(), early: !c.shared };
+        self.gpu.launch_bytes(self.kernels.get(c.kernel), launch, &c.params)
+    }
+
+    /// On the stream of this rank.
+    pub fn call_nccl(&self, call: &NcclCall) -> Result<()> {
+        let comm = &self.nccl.as_ref().context("NCCL was not loaded")?.comm;
+        match *call {
+            NcclCall { adds: true, from, to, n } => comm.all_reduce(from, to, n),
+            NcclCall { adds: false, from, to, n } => comm.all_gather(from, to, n),
         }
-        CommRanks { step: at as i32, ..self.comm }
     }
 
     /// What is planted in this rank's probe of `peer`.
@@ -295,7 +310,7 @@ impl Link {
     /// Address of `offset` in the window of `rank`.
     pub fn window(&self, rank: usize, offset: usize) -> u64 {
         assert!(offset < COMM_WINDOW_BYTES);
-        self.comm.window[rank] + offset as u64
+        self.wire.comm.window[rank] + offset as u64
     }
 }
 

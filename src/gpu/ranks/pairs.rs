@@ -238,7 +238,7 @@ impl Prober<'_> {
     /// Whether a fault is planted in what goes to `peer`, and the parameters for it.
     fn params(&self, peer: usize, seed: u32) -> (usize, PeerParams) {
         let fault = self.link.fault_to(peer);
-        let mut comm = self.link.comm_of("probe");
+        let mut comm = self.link.wire().comm_of("probe");
         let pair = [peer.min(self.link.rank), peer.max(self.link.rank)];
         comm.window = [0; COMM_MAX_RANKS];
         for (at, rank) in comm.window.iter_mut().zip(pair) {

@@ -93,7 +93,7 @@ pub fn settle(link: &mut Link, collectives: &Collectives, hidden: usize) -> Resu
     }
     if must_tune {
         // Several ranks a GPU are an experiment of NCCL's, in which it may hang.
-        if !link.shared {
+        if !link.wire().shared {
             match open_nccl(link, collectives)? {
                 Ok(library) => {
                     let attached = link.attach_nccl(&library, Algorithm::Nccl, &sizes(), hidden);
@@ -129,7 +129,7 @@ pub fn settle(link: &mut Link, collectives: &Collectives, hidden: usize) -> Resu
             link.choose(
                 sizes()
                     .into_iter()
-                    .map(|rows| (rows, Variant { algorithm, blocks: link.blocks(algorithm, rows, hidden) }))
+                    .map(|rows| (rows, Variant { algorithm, blocks: link.wire().blocks(algorithm, rows, hidden) }))
                     .collect(),
             );
         }

@@ -149,10 +149,10 @@ fn fastest(times: &[(Variant, f64)]) -> Option<Variant> {
 
 /// Numbers of blocks around the usual one.
 fn candidates(link: &Link, algorithm: Algorithm, rows: usize, dim: usize) -> Vec<Variant> {
-    let usual = link.blocks(algorithm, rows, dim);
+    let usual = link.wire().blocks(algorithm, rows, dim);
     let blocks = if algorithm.needs_nccl() { vec![usual] } else { vec![usual / 2, usual, usual * 2] };
     let variants = blocks.into_iter().map(|blocks| Variant { algorithm, blocks });
-    variants.filter(|variant| link.fits(*variant, dim).is_ok()).collect()
+    variants.filter(|variant| link.wire().fits(*variant, dim).is_ok()).collect()
 }
 
 /// Numbers in [-1, 1), the same everywhere.
