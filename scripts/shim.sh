@@ -1,14 +1,20 @@
 #!/usr/bin/env bash
-# Builds libvolley_shim.so, all kernels compiled for the CPU, into target/shim; `shim.sh sanitised` builds libvolley_shim_san.so with ASan and UBSan.
-# Prints the path of the library. Only what changed is compiled again.
+# Builds libvolley_shim.so, all kernels compiled for the CPU, into target/shim; `shim.sh sanitised` builds
+# libvolley_shim_san.so with ASan and UBSan. Prints the path of the library. Only what changed is compiled again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 include=${CUDA_TOOLCHAIN_DIR:-$PWD/.cuda-toolchain}/include
 [ -f "$include/cuda_bf16.h" ] || include=${CUDA_HOME:-/usr/local/cuda}/include
-[ -f "$include/cuda_bf16.h" ] || { echo "error: cuda_bf16.h not found: run scripts/cuda-toolchain.sh or set CUDA_HOME" >&2; exit 3; }
+if ! [ -f "$include/cuda_bf16.h" ]; then
+  echo "error: cuda_bf16.h not found: run scripts/cuda-toolchain.sh or set CUDA_HOME" >&2
+  exit 3
+fi
 out=${CARGO_TARGET_DIR:-target}/shim; kind=plain; more="-O2"; lib=$out/libvolley_shim.so
-if [ "${1:-}" = sanitised ]; then kind=san; more="-O1 -g -fsanitize=address,undefined"; lib=$out/libvolley_shim_san.so; fi
-flags="-std=c++17 -fPIC -fvisibility=hidden -fno-strict-aliasing -ffp-contract=off -DCPU_SHIM -Wno-unknown-pragmas -Wno-attributes -isystem $include -Ikernels $more"
+if [ "${1:-}" = sanitised ]; then
+  kind=san; more="-O1 -g -fsanitize=address,undefined"; lib=$out/libvolley_shim_san.so
+fi
+flags="-std=c++17 -fPIC -fvisibility=hidden -fno-strict-aliasing -ffp-contract=off -DCPU_SHIM"
+flags+=" -Wno-unknown-pragmas -Wno-attributes -isystem $include -Ikernels $more"
 mkdir -p "$out/$kind"
 build() {  # source, object: skipped when newer than all it includes
   if [ -f "$2" ] && [ -f "$2.d" ]; then

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Every check of this repository in one command, without input: format, lints, licences and advisories of crates, kernels (compiled for both chips, run on the CPU), tests, and an answer
-# from the binary. Ends with one line that counts the tests. With CI set, downloads and build products are kept in $XDG_CACHE_HOME/volley, so that
-# fresh clones on one machine share them. Needs what scripts/answer.sh needs.
+# Every check of this repository in one command, without input: format, lints, licences and advisories of crates,
+# kernels (compiled for both chips, run on the CPU), tests, and an answer from the binary. Ends with one line that
+# counts the tests. With CI set, downloads and build products are kept in $XDG_CACHE_HOME/volley, so that fresh clones
+# on one machine share them. Needs what scripts/answer.sh needs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 exec </dev/null
@@ -34,7 +35,8 @@ tests() { cargo test --no-fail-fast 2>&1 | tee -a "$log"; }
 answer() {
   cargo build
   local answer
-  answer=$("${CARGO_TARGET_DIR:-target}/debug/volley" run -m models/smollm2-135m-instruct "What is the capital of France?")
+  answer=$("${CARGO_TARGET_DIR:-target}/debug/volley" run -m models/smollm2-135m-instruct \
+    "What is the capital of France?")
   echo "$answer"
   [[ $answer == *Paris* ]]
 }
@@ -49,4 +51,7 @@ run shim scripts/test_kernels.sh
 run answer answer
 run tests tests
 awk -v s="$SECONDS" '/^test result:/ { passed += $4; failed += $6; ignored += $8 } /skipped: / { skipped++ }
-  END { printf "test result: ok. %d passed; %d failed; %d ignored; %d skipped; all stages in %d s\n", passed, failed, ignored, skipped, s }' "$log"
+  END {
+    printf "test result: ok. %d passed; %d failed; %d ignored; %d skipped; ", passed, failed, ignored, skipped
+    printf "all stages in %d s\n", s
+  }' "$log"
