@@ -62,7 +62,7 @@ fn tiny(arch: &str) -> PathBuf {
 }
 
 fn id(role: Role, layer: Option<usize>) -> WeightId {
-    WeightId { role, layer }
+    WeightId::of_target(role, layer)
 }
 
 // ---- O01: damaged files

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 use volley::model::config::Config;
-use volley::model::plan::{self, Drafter, Pass, Plan, Ranks, Step, Storage};
+use volley::model::plan::{self, Drafter, Eagle3, Pass, Plan, Ranks, Step, Storage};
 
 const BF16: Storage = Storage { weight: 2, kv: 2, plain_kv_b: true };
 
@@ -21,8 +21,8 @@ fn check(name: &str, plan: &Plan) {
     assert!(text == expected, "{name} is another plan than {}:\n{text}", path.display());
 }
 
-fn drafter() -> Drafter {
-    Drafter {
+fn eagle() -> Eagle3 {
+    Eagle3 {
         hidden: 576,
         target_hidden: 576,
         taps: vec![2, 15, 27],
@@ -39,7 +39,6 @@ fn drafter() -> Drafter {
         fc_norm: false,
         norm_output: false,
         latent: None,
-        mtp: None,
     }
 }
 
@@ -74,8 +73,12 @@ fn listings() {
         "qwen3-30b-a3b_verify_1",
         &head(plan::target(&config("qwen3-30b-a3b"), Pass::Verify { width: 1 }, Ranks::ONE, &[]).unwrap()),
     );
-    check("drafter_3", &plan::drafter(&drafter(), Pass::Draft { width: 8, drafts: 3 }, Ranks::ONE).unwrap());
-    let flags = Drafter { fc_norm: true, norm_before_residual: true, norm_output: true, qk_norm: true, ..drafter() };
+    check(
+        "drafter_3",
+        &plan::drafter(&Drafter::Eagle3(eagle()), Pass::Draft { width: 8, drafts: 3 }, Ranks::ONE).unwrap(),
+    );
+    let flags = Eagle3 { fc_norm: true, norm_before_residual: true, norm_output: true, qk_norm: true, ..eagle() };
+    let flags = Drafter::Eagle3(flags);
     check("drafter_flags_2", &plan::drafter(&flags, Pass::Draft { width: 8, drafts: 2 }, Ranks::ONE).unwrap());
 }
 
@@ -152,8 +155,10 @@ fn uneven_splits_name_the_sizes_that_work() {
 /// Two sums a draft, and a third of its layer for each of three ranks; its head is whole.
 #[test]
 fn ranks_divide_the_layer_of_a_drafter() {
-    let (d, ranks) = (drafter(), Ranks { split_drafter: true, ..Ranks::new(1, 3) });
-    let plan = |ranks: Ranks, drafts: usize| plan::drafter(&d, Pass::Draft { width: 8, drafts }, ranks).unwrap();
+    let (d, ranks) = (eagle(), Ranks { split_drafter: true, ..Ranks::new(1, 3) });
+    let plan = |ranks: Ranks, drafts: usize| {
+        plan::drafter(&Drafter::Eagle3(d.clone()), Pass::Draft { width: 8, drafts }, ranks).unwrap()
+    };
     let sums = |plan: &Plan| plan.steps.iter().filter(|s| matches!(s, Step::AllReduce { .. })).count();
     assert_eq!((sums(&plan(Ranks::ONE, 3)), sums(&plan(ranks, 3))), (0, 6));
     assert_eq!(3 * plan(ranks, 1).kv.n_kv_heads, d.n_kv_heads);
@@ -162,7 +167,8 @@ fn ranks_divide_the_layer_of_a_drafter() {
         + d.n_heads * d.head_dim * d.hidden
         + 3 * d.hidden * d.ffn_dim;
     assert_eq!(a_draft(Ranks::ONE) - a_draft(ranks), 2 * layer as u64 * 2 / 3); // two bytes a number
-    let error = plan::drafter(&d, Pass::Draft { width: 8, drafts: 1 }, Ranks::new(0, 3)).unwrap_err();
+    let error =
+        plan::drafter(&Drafter::Eagle3(d.clone()), Pass::Draft { width: 8, drafts: 1 }, Ranks::new(0, 3)).unwrap_err();
     assert!(error.to_string().contains("whole on every rank"), "{error}");
 }
 

@@ -255,7 +255,7 @@ fn o02_a_missing_shard_of_a_quantised_model() {
 #[test]
 fn a_split_that_cuts_a_block_is_refused() {
     let (_, fp8) = open(&tiny("dsv3_fp8")).unwrap();
-    let of = |role| fp8.get(WeightId::new(role, Some(if role == Role::GateUp { 0 } else { 1 })));
+    let of = |role| fp8.get(WeightId::of_target(role, Some(if role == Role::GateUp { 0 } else { 1 })));
     // 384 rows are three blocks of 128; 128 columns are one.
     let gate_up = of(Role::GateUp).part_of_rank(1, 3).unwrap();
     assert_eq!(gate_up[1], Slice { rows: 128..256, cols: 0..256 });
@@ -275,7 +275,7 @@ fn a_split_that_cuts_a_block_is_refused() {
     assert_eq!(of(Role::QkvA).scale_slice(&qkv_a[1]), Slice { rows: 0..2, cols: 0..2 });
 
     let (_, int4) = open(&tiny("kimi_k25_int4")).unwrap();
-    let of = |role| int4.get(WeightId::new(role, Some(1)));
+    let of = |role| int4.get(WeightId::of_target(role, Some(1)));
     // Every row has scales of its own; 64 columns are two groups.
     assert_eq!(of(Role::ExpertGateUp).part_of_rank(7, 8).unwrap()[31], Slice { rows: 56..64, cols: 0..64 });
     let down = of(Role::ExpertDown).part_of_rank(1, 2).unwrap();
@@ -295,7 +295,7 @@ fn a_split_that_cuts_a_block_is_refused() {
     let (dir, plain) = (tempdir().unwrap(), tempdir().unwrap());
     write_quantised(&T0::new(), Scheme::Fp8Channel, dir.path(), plain.path());
     let (_, channel) = open(dir.path()).unwrap();
-    let down = channel.get(WeightId::new(Role::Down, Some(0)));
+    let down = channel.get(WeightId::of_target(Role::Down, Some(0)));
     assert_eq!(down.scale_slice(&down.part_of_rank(1, 4).unwrap()[0]), Slice { rows: 0..64, cols: 0..1 });
 }
 
@@ -303,12 +303,12 @@ fn a_split_that_cuts_a_block_is_refused() {
 fn rotated_pairs_are_taken_apart() {
     let (_, weights) = open(&tiny("deepseek_v3")).unwrap();
     // Heads of 64 + 32 rows.
-    let q_b = weights.get(WeightId::new(Role::QB, Some(0)));
+    let q_b = weights.get(WeightId::of_target(Role::QB, Some(0)));
     let order: Vec<usize> = (96..192).map(|row| q_b.rope_order(0, row)).collect();
     let evens_first = (0..16).map(|i| 96 + 64 + 2 * i).chain((0..16).map(|i| 96 + 64 + 2 * i + 1));
     assert_eq!(order, (96..160).chain(evens_first).collect::<Vec<_>>());
     // The key of 32 behind the latent of 64; queries' latents are not rotated.
-    let qkv_a = weights.get(WeightId::new(Role::QkvA, Some(0)));
+    let qkv_a = weights.get(WeightId::of_target(Role::QkvA, Some(0)));
     assert_eq!((0..64).map(|row| qkv_a.rope_order(0, row)).collect::<Vec<_>>(), (0..64).collect::<Vec<_>>());
     assert_eq!([63, 64, 65, 79, 80, 95].map(|row| qkv_a.rope_order(1, row)), [63, 64, 66, 94, 65, 95]);
 }

@@ -33,7 +33,7 @@ use volley::model::checkpoint::{Checkpoint, Read};
 use volley::model::claim::claim;
 use volley::model::config::Config;
 use volley::model::draft::DraftModel;
-use volley::model::plan::{Owner, Pass, Step};
+use volley::model::plan::{Drafter, Eagle3, Owner, Pass, Step};
 use volley::model::table::Table;
 use volley::model::weights::Weights;
 
@@ -101,12 +101,19 @@ fn chain(reference: &mut Reference, prompt: &[u32], root: u32, k: usize) -> (Vec
     (reference.drafts().to_vec(), logits)
 }
 
+fn eagle(drafter: &mut DraftModel) -> &mut Eagle3 {
+    match &mut drafter.shape {
+        Drafter::Eagle3(eagle) => eagle,
+        other => panic!("expected an EAGLE-3 drafter, found {other:?}"),
+    }
+}
+
 #[test]
 fn drafters_of_every_dialect_compute_what_their_authors_do() {
     for name in DIALECTS {
         let (config, weights) = open(&data("draft/target"));
         let drafter = DraftModel::open(&data("draft").join(name), &config, &weights, None, Read::Mmap).unwrap();
-        assert_eq!(drafter.shape.taps, golden(name).entries, "{name}: {}", drafter.taps_from);
+        assert_eq!(drafter.shape.taps(), golden(name).entries, "{name}: {}", drafter.taps_from);
         let worst = worst_logit(name, &|_| {});
         assert!(worst < 1e-4, "{name}: {worst}");
     }
@@ -117,15 +124,15 @@ fn drafters_of_every_dialect_compute_what_their_authors_do() {
 fn a_wrong_flag_shows() {
     type Change = fn(&mut DraftModel);
     let cases: [(&str, &str, Change); 10] = [
-        ("safeailab", "norm_before_residual", |d| d.shape.norm_before_residual = true),
-        ("safeailab", "norm_output", |d| d.shape.norm_output = true),
-        ("safeailab", "taps", |d| d.shape.taps = vec![2, 3, 4]),
-        ("specforge", "norm_before_fc", |d| d.shape.norm_before_fc = false),
+        ("safeailab", "norm_before_residual", |d| eagle(d).norm_before_residual = true),
+        ("safeailab", "norm_output", |d| eagle(d).norm_output = true),
+        ("safeailab", "taps", |d| eagle(d).taps = vec![2, 3, 4]),
+        ("specforge", "norm_before_fc", |d| eagle(d).norm_before_fc = false),
         ("specforge", "rope_theta", |d| d.rope.theta = 10_000.0),
-        ("speculators", "qk_norm", |d| d.shape.qk_norm = false),
-        ("eagle31", "fc_norm", |d| d.shape.fc_norm = false),
+        ("speculators", "qk_norm", |d| eagle(d).qk_norm = false),
+        ("eagle31", "fc_norm", |d| eagle(d).fc_norm = false),
         ("aux_norm", "map", |d| d.map = Some((0..40).collect())),
-        ("latent", "scale", |d| d.shape.latent.as_mut().unwrap().1 = 1.0 / 12f32.sqrt()),
+        ("latent", "scale", |d| eagle(d).latent.as_mut().unwrap().1 = 1.0 / 12f32.sqrt()),
         ("latent31", "rope_theta", |d| d.rope.theta = 10_000.0),
     ];
     for (name, what, change) in cases {
@@ -400,14 +407,14 @@ fn ids_of_models_with_experts_are_equal_with_every_drafter() {
         let draft = tempdir().unwrap();
         latent_drafter(&config).write(draft.path());
         let drafter = DraftModel::open(draft.path(), &config, &weights, None, Read::Mmap).unwrap();
-        assert!(drafter.shape.latent.is_some());
+        assert!(drafter.shape.latent().is_some());
         let mut made = reference(config, weights, Some(drafter), true);
         made.set_drafts(&[]).unwrap();
         made
     }
     fn truncated_mtp(dir: &Path) -> Reference {
         let truncate = |drafter: &mut DraftModel| {
-            let ids = (0..drafter.shape.vocab as u32).filter(|id| id % 2 == 1).collect();
+            let ids = (0..drafter.shape.vocab() as u32).filter(|id| id % 2 == 1).collect();
             *drafter = drafter.clone().truncate(ids).unwrap();
         };
         with_mtp(dir, truncate)
@@ -1025,7 +1032,7 @@ fn damage_lowers_acceptance_and_leaves_the_text() {
         engine.statistics().unwrap().accept_length()
     };
     let good = accepted(None, &|_| {});
-    let layers = accepted(None, &|d| d.shape.taps = vec![5, 10, 20]);
+    let layers = accepted(None, &|d| eagle(d).taps = vec![5, 10, 20]);
     let stale = accepted(Some(Damage::StaleExtend), &|_| {});
     let pairing = accepted(Some(Damage::Pairing), &|_| {});
     eprintln!(
@@ -1194,7 +1201,7 @@ fn smollm2_reference(dir: &Path, change: impl Fn(&mut DraftModel)) -> Reference 
     let (config, weights) = open(dir);
     let draft = dir.with_file_name("smollm2-135m-instruct-eagle3");
     let mut drafter = DraftModel::open(&draft, &config, &weights, Some(49152), Read::Mmap).unwrap();
-    assert_eq!(drafter.shape.taps, [2, 15, 27]);
+    assert_eq!(drafter.shape.taps(), [2, 15, 27]);
     change(&mut drafter);
     reference(config, weights, Some(drafter), true)
 }

@@ -65,8 +65,8 @@ impl Rank {
     pub(super) fn experts_down(&mut self, weights: &Weights, plan: &Plan, m: &Mixture, at: Rows) -> Result<BufferId> {
         let rows = at.count(plan.buffer(m.act).rows);
         let width = plan.buffer(m.act).dim;
-        let act = &self.buffers[plan.buffer(m.act).name];
-        let routes = &self.buffers[plan.buffer(m.routes).name];
+        let act = &self.buffer(plan, m.act);
+        let routes = &self.buffer(plan, m.routes);
         let mut total = vec![0.0; rows * m.n];
         let weight = weights.get(m.down);
         let slices = self.slices(weight)?;
@@ -128,7 +128,7 @@ impl Rank {
 
     /// The experts in use, ascending; of each the rows that use it, and where it stands among theirs.
     fn slots(&self, plan: &Plan, m: &Mixture, rows: usize) -> Vec<(usize, Vec<(usize, usize)>)> {
-        let routes = &self.buffers[plan.buffer(m.routes).name];
+        let routes = &self.buffer(plan, m.routes);
         let mut slots = vec![Vec::new(); m.n_experts];
         for r in 0..rows {
             for (slot, expert) in routes[r * 2 * m.top_k..][..m.top_k].iter().enumerate() {

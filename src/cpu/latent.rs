@@ -4,7 +4,7 @@
 use super::dot::{self, Numbers};
 use super::reference::{attend, Cache, DraftState, Rank, Rotary, Rows};
 use crate::model::plan::{LatentAttention, Owner, Plan};
-use crate::model::role::Role;
+use crate::model::role::WeightId;
 use crate::model::weights::{Weight, Weights};
 use anyhow::Result;
 use rayon::prelude::*;
@@ -19,8 +19,8 @@ impl Rank {
     }
 
     /// First row of kv_b of this rank's heads.
-    fn first_row(&self, kv_b: &Weight) -> Result<usize> {
-        let ranks = self.ranks.of(Role::KvB);
+    fn first_row(&self, id: WeightId, kv_b: &Weight) -> Result<usize> {
+        let ranks = self.ranks.of(id);
         Ok(kv_b.part_of_rank(ranks.rank, ranks.count)?[0].rows.start)
     }
 
@@ -38,7 +38,7 @@ impl Rank {
         let rows = at.count(plan.buffer(a.absorbed).rows);
         let position = at.start(a.tokens);
         let width = d.q_rank + d.row_dim();
-        let latents = self.buffers[plan.buffer(a.latents).name][..rows * width].to_vec();
+        let latents = self.buffer(plan, a.latents)[..rows * width].to_vec();
         let norm = self.vectors[&a.kv_norm].clone();
         let eps = plan.eps(a.kv_norm);
         let (cache, rotary) = match (a.owner, drafter) {
@@ -57,11 +57,11 @@ impl Rank {
         }
 
         let q_dim = d.nope_dim + d.rope_dim;
-        let q = self.buffers[plan.buffer(a.q).name][..rows * a.n_heads * q_dim].to_vec();
+        let q = self.buffer(plan, a.q)[..rows * a.n_heads * q_dim].to_vec();
         // [head][row][kv_rank + rope_dim]: a head's matrix meets every row while it is in the cache.
         let mut absorbed = vec![0.0; a.n_heads * rows * d.row_dim()];
         let kv_b = weights.get(a.kv_b);
-        let (first, kv_b) = (self.first_row(kv_b)?, Numbers::of_part(kv_b, 0)?);
+        let (first, kv_b) = (self.first_row(a.kv_b, kv_b)?, Numbers::of_part(kv_b, 0)?);
         absorbed.par_chunks_exact_mut(rows * d.row_dim()).enumerate().for_each(|(head, absorbed)| {
             let mut matrix_row = vec![0.0; d.kv_rank];
             for n in 0..d.nope_dim {
@@ -96,7 +96,7 @@ impl Rank {
         let d = a.dims;
         let rows = at.count(plan.buffer(a.attended).rows);
         let position = at.start(a.tokens);
-        let absorbed = self.buffers[plan.buffer(a.absorbed).name][..rows * a.n_heads * d.row_dim()].to_vec();
+        let absorbed = self.buffer(plan, a.absorbed)[..rows * a.n_heads * d.row_dim()].to_vec();
         let mut attended = vec![0.0; rows * a.n_heads * d.kv_rank];
         let cache = &*self.latent_cache(a.owner, drafter);
         let start = cache.at(a.layer, 0);
@@ -113,9 +113,9 @@ impl Rank {
     pub(super) fn latent_value(&mut self, weights: &Weights, plan: &Plan, a: &LatentAttention, at: Rows) -> Result<()> {
         let d = a.dims;
         let rows = at.count(plan.buffer(a.out).rows);
-        let attended = &self.buffers[plan.buffer(a.attended).name];
+        let attended = &self.buffer(plan, a.attended);
         let kv_b = weights.get(a.kv_b);
-        let (first, kv_b) = (self.first_row(kv_b)?, Numbers::of_part(kv_b, 0)?);
+        let (first, kv_b) = (self.first_row(a.kv_b, kv_b)?, Numbers::of_part(kv_b, 0)?);
         let mut values = vec![0.0; a.n_heads * d.v_dim * rows]; // [head][v][row]
         values.par_chunks_exact_mut(d.v_dim * rows).enumerate().for_each(|(head, values)| {
             let of_head = (0..rows).flat_map(|r| &attended[(r * a.n_heads + head) * d.kv_rank..][..d.kv_rank]);

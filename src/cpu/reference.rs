@@ -12,7 +12,8 @@ use crate::decode::{draft_ngram, Backend, Counters, Limits, Record, Sampling, Se
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
 use crate::model::plan::{
-    self, Attention, BufferId, BufferKind, Epilogue, Linear, Owner, Pass, Plan, Ranks, Step, Storage, Tokens,
+    self, Attention, BufferId, BufferKind, BufferName, Epilogue, Linear, Owner, Pass, Plan, Ranks, Step, Storage,
+    Tokens,
 };
 use crate::model::plan::{Tap, FEATURE_ROWS, MAX_WIDTH};
 use crate::model::role::WeightId;
@@ -65,7 +66,7 @@ pub(super) struct Rank {
     pub(super) vectors: BTreeMap<WeightId, Vec<f32>>,
     /// Activations by buffer name, [rows, dim] of the widest plan so far. Features are a ring of FEATURE_ROWS rows by
     /// position.
-    pub(super) buffers: BTreeMap<&'static str, Vec<f32>>,
+    pub(super) buffers: BTreeMap<BufferName, Vec<f32>>,
     pub(super) cache: Cache,
     /// Of each router of the last pass, see `Reference::margins`.
     pub(super) margins: Vec<Vec<f32>>,
@@ -188,8 +189,7 @@ impl Reference {
         let rank = |rank| -> Result<Rank> {
             let ranks = Ranks { rank, ..ranks };
             let kv = plan::target(&config, Pass::Verify { width: 1 }, ranks, &[])?.kv;
-            let vectors =
-                weights.iter().filter(|(_, w)| w.cols == 1).map(|(id, w)| Ok((id, floats(w, ranks.of(id.role))?)));
+            let vectors = weights.iter().filter(|(_, w)| w.cols == 1).map(|(id, w)| Ok((id, floats(w, ranks.of(id))?)));
             let (buffers, margins) = (BTreeMap::new(), Vec::new());
             Ok(Rank {
                 ranks,
@@ -227,12 +227,12 @@ impl Reference {
         if let Some(plans) = self.plans.get(&pass) {
             return Ok(plans.clone());
         }
-        let taps = self.drafter.as_ref().map_or(&[][..], |d| &d.shape.taps);
+        let taps = self.drafter.as_ref().map_or(Vec::new(), |d| d.shape.taps());
         let plans = match (pass, &self.drafter) {
             (Pass::Prefill { .. } | Pass::Verify { .. }, _) => self
                 .ranks
                 .iter()
-                .map(|rank| plan::target(&self.config, pass, rank.ranks, taps))
+                .map(|rank| plan::target(&self.config, pass, rank.ranks, &taps))
                 .collect::<Result<Vec<Plan>>>()?,
             (Pass::DraftPrefill { .. } | Pass::Draft { .. }, Some(d)) => {
                 vec![plan::drafter(&d.shape, pass, Ranks::ONE)?]
@@ -293,13 +293,13 @@ impl Reference {
                 continue;
             }
             let n = rows.count(buffer.rows) * buffer.dim;
-            let numbers = self.ranks[shown].buffers.get_mut(buffer.name).expect("buffers of a plan exist");
+            let numbers = self.ranks[shown].buffers.get_mut(&buffer.name).expect("buffers of a plan exist");
             observe(step, &mut numbers[..n], buffer.dim);
             // What all ranks hold alike stays so when `observe` changes it.
             if plans.len() > 1 && matches!(buffer.kind, BufferKind::Stream | BufferKind::Routes) {
                 let numbers = numbers[..n].to_vec();
                 self.ranks.iter_mut().for_each(|rank| {
-                    rank.buffers.get_mut(buffer.name).expect("ranks have the same buffers")[..n]
+                    rank.buffers.get_mut(&buffer.name).expect("ranks have the same buffers")[..n]
                         .copy_from_slice(&numbers)
                 });
             }
@@ -356,12 +356,12 @@ impl Reference {
             }
             Step::Select { x, out, dim } => {
                 let last = (rows.tokens.len() - 1) * dim;
-                let row = rank.buffers[plan.buffer(*x).name][last..last + dim].to_vec();
+                let row = rank.buffer(plan, *x)[last..last + dim].to_vec();
                 rank.buffer_mut(plan, *out)[..*dim].copy_from_slice(&row);
                 *out
             }
             Step::DraftToken { logits, vocab, draft } => {
-                let token = self.draft_token(&self.ranks[0].buffers[plan.buffer(*logits).name][..*vocab], *draft)?;
+                let token = self.draft_token(&self.ranks[0].buffer(plan, *logits)[..*vocab], *draft)?;
                 self.drafts.push(token);
                 *logits
             }
@@ -377,7 +377,7 @@ impl Reference {
         let rows = at.count(plans[0].buffer(x).rows);
         let mut sums = vec![0.0; rows * dim];
         for (rank, plan) in self.ranks.iter().zip(plans) {
-            let partial = &rank.buffers[plan.buffer(partial).name];
+            let partial = rank.buffer(plan, partial);
             sums.iter_mut().zip(partial).for_each(|(sum, y)| *sum += y);
         }
         if let Some(bias) = bias {
@@ -398,7 +398,9 @@ impl Reference {
         for (rank, plan) in self.ranks.iter().zip(plans) {
             let Step::Accept { logits, first_id, .. } = plan.steps[i] else { unreachable!("called for Accept only") };
             let n = plan.buffer(logits).dim;
-            for (all, part) in self.logits.chunks_exact_mut(vocab).zip(rank.buffers["logits"].chunks_exact(n)) {
+            for (all, part) in
+                self.logits.chunks_exact_mut(vocab).zip(rank.buffers[&BufferName::LOGITS].chunks_exact(n))
+            {
                 all[first_id..first_id + n].copy_from_slice(part);
             }
         }
@@ -450,7 +452,7 @@ impl Reference {
 
     /// The ring of tapped features, [FEATURE_ROWS, taps * hidden] by position: tests show with it what wrong ones cost.
     pub fn features_mut(&mut self) -> &mut [f32] {
-        self.ranks[0].buffers.get_mut("features").expect("a drafter is loaded")
+        self.ranks[0].buffers.get_mut(&BufferName::FEATURES).expect("a drafter is loaded")
     }
 
     /// The best token of one row of the drafter's logits, with the noise of its position: where the drafter agrees with
@@ -538,7 +540,11 @@ impl Reference {
 
 impl Rank {
     pub(super) fn buffer_mut(&mut self, plan: &Plan, id: BufferId) -> &mut [f32] {
-        self.buffers.get_mut(plan.buffer(id).name).expect("buffers of a plan exist")
+        self.buffers.get_mut(&plan.buffer(id).name).expect("buffers of a plan exist")
+    }
+
+    pub(super) fn buffer(&self, plan: &Plan, id: BufferId) -> &[f32] {
+        &self.buffers[&plan.buffer(id).name]
     }
 
     fn embed(
@@ -592,7 +598,7 @@ impl Rank {
         n: usize,
     ) -> Scaled {
         let buffer = plan.buffer(x);
-        let all = &self.buffers[buffer.name];
+        let all = &self.buffers[&buffer.name];
         let weight = norm.map(|id| &self.vectors[&id]);
         let mut x = Vec::with_capacity(n * dim);
         let mut inv = vec![1.0; n];
@@ -620,7 +626,7 @@ impl Rank {
         // [n, rows]: one weight row meets every token while it is in the cache.
         let mut sums = vec![0.0f32; linear.n * rows];
         let mut first = 0;
-        let ranks = self.ranks.of(linear.weight.role);
+        let ranks = self.ranks.of(linear.weight);
         for (part, slice) in weight.part_of_rank(ranks.rank, ranks.count)?.iter().enumerate() {
             let n = slice.rows.len();
             let sums = &mut sums[first * rows..(first + n) * rows];
@@ -670,7 +676,7 @@ impl Rank {
     pub(super) fn tap(&mut self, plan: &Plan, x: BufferId, tap: Option<Tap>, at: Rows) {
         let Some(tap) = tap else { return };
         let (dim, features) = (plan.buffer(x).dim, plan.buffer(tap.out).dim);
-        let x = self.buffers[plan.buffer(x).name][..at.tokens.len() * dim].to_vec();
+        let x = self.buffer(plan, x)[..at.tokens.len() * dim].to_vec();
         let ring = self.buffer_mut(plan, tap.out);
         for (r, x) in x.chunks_exact(dim).enumerate() {
             let row = (at.position + r) % FEATURE_ROWS;
@@ -683,7 +689,7 @@ impl Rank {
         let width = (a.n_heads + 2 * a.n_kv_heads) * dim;
         let rows = at.count(plan.buffer(a.out).rows);
         let position = at.start(a.tokens);
-        let mut qkv = self.buffers[plan.buffer(a.qkv).name][..rows * width].to_vec();
+        let mut qkv = self.buffer(plan, a.qkv)[..rows * width].to_vec();
         let (cache, rotary) = match (a.owner, drafter) {
             (Owner::Target, _) => (&mut self.cache, rotary),
             (Owner::Drafter, Some(d)) => (&mut d.cache, &d.rotary),
@@ -708,7 +714,7 @@ impl Rank {
             }
         }
         let (cache, group) = (&*cache, a.n_heads / a.n_kv_heads);
-        let out = self.buffers.get_mut(plan.buffer(a.out).name).expect("buffers of a plan exist");
+        let out = self.buffers.get_mut(&plan.buffer(a.out).name).expect("buffers of a plan exist");
         // Short contexts are done before another thread has woken.
         let heads_a_task = (1 << 17) / ((position + rows) * dim * 2) + 1;
         out[..rows * a.n_heads * dim].par_chunks_exact_mut(dim).enumerate().with_min_len(heads_a_task).for_each(

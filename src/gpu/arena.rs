@@ -8,7 +8,7 @@ use super::params::{
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
 use crate::model::plan::{
-    BufferId, BufferKind, KvLayout, Pass, Plan, Shard, Step, FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS,
+    BufferId, BufferKind, BufferName, KvLayout, Pass, Plan, Shard, Step, FEATURE_ROWS, MAX_WIDTH, PREFILL_ROWS,
 };
 use crate::model::role::WeightId;
 use crate::model::rope::Rope;
@@ -34,9 +34,9 @@ impl Region {
 pub struct Arena {
     pub weights: Weights,
     /// By buffer name.
-    pub buffers: BTreeMap<&'static str, Region>,
+    pub buffers: BTreeMap<BufferName, Region>,
     /// Beside the buffers that are read through a norm.
-    pub normed: BTreeMap<&'static str, Normed>,
+    pub normed: BTreeMap<BufferName, Normed>,
     pub cache: Cache,
     pub capacity: usize,
     pub drafter: Option<DraftArena>,
@@ -108,11 +108,11 @@ pub struct DraftArena {
 
 impl Arena {
     pub fn buffer(&self, plan: &Plan, id: BufferId) -> u64 {
-        self.buffers[plan.buffer(id).name].at(0)
+        self.buffers[&plan.buffer(id).name].at(0)
     }
 
     pub fn normed(&self, plan: &Plan, id: BufferId) -> &Normed {
-        &self.normed[plan.buffer(id).name]
+        &self.normed[&plan.buffer(id).name]
     }
 
     pub fn drafter(&self) -> Result<&DraftArena> {
@@ -156,9 +156,9 @@ pub struct Sizes {
     cache: CacheSizes,
     drafter: Option<DraftSizes>,
     /// Bytes.
-    buffers: BTreeMap<&'static str, usize>,
+    buffers: BTreeMap<BufferName, usize>,
     /// Numbers of a row.
-    normed: BTreeMap<&'static str, usize>,
+    normed: BTreeMap<BufferName, usize>,
     partials: usize,
     counters: usize,
     router_sums: usize,
@@ -195,7 +195,7 @@ impl Sizes {
         n_sms: usize,
     ) -> Result<Sizes> {
         let capacity = (context + 2 * MAX_WIDTH).next_multiple_of(1024);
-        let latent = config.latent.is_some() || drafter.is_some_and(|d| d.shape.latent.is_some());
+        let latent = config.latent.is_some() || drafter.is_some_and(|d| d.shape.latent().is_some());
         let chunks = attention_chunks(capacity, latent);
         ensure!(
             !latent || chunks <= LATENT_CHUNKS,
@@ -210,7 +210,7 @@ impl Sizes {
             plans.values().find(|plan| matches!(plan.pass, Pass::Draft { .. } | Pass::DraftPrefill { .. }));
         let drafter = drafter.zip(draft_plan).map(|(d, plan)| DraftSizes {
             cache: cache(plan, &d.rope, d.shape.rope_dim()),
-            ring: 2 * FEATURE_ROWS * d.shape.taps.len() * d.shape.target_hidden,
+            ring: 2 * FEATURE_ROWS * d.shape.features_dim(),
             target_ids: d.map.as_ref().map(|map| 4 * map.len()),
         });
         let mut sizes = Sizes {
@@ -306,7 +306,7 @@ impl Sizes {
         let drafter = drafter.transpose()?;
         let mut buffers = BTreeMap::new();
         for (&name, &bytes) in &self.buffers {
-            buffers.insert(name, take(name, bytes)?);
+            buffers.insert(name, take(&name.to_string(), bytes)?);
         }
         let mut normed = BTreeMap::new();
         for (&name, &dim) in &self.normed {

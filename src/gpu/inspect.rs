@@ -6,7 +6,7 @@ use super::machine::Machine;
 use super::op::Part;
 use super::params::*;
 use crate::decode::{Backend, Limits, Sampling, MAX_DRAFTS};
-use crate::model::plan::{BufferKind, Owner, Pass, Shard, Step, MAX_WIDTH};
+use crate::model::plan::{BufferKind, BufferName, Owner, Pass, Shard, Step, MAX_WIDTH};
 use anyhow::{bail, Context, Result};
 use bytemuck::Zeroable;
 use half::bf16;
@@ -47,7 +47,7 @@ impl Machine {
             for step in op.completes.iter().map(|&i| &plan.steps[i]) {
                 let buffer = plan.buffer(step.output().context("a step of a cache has an output")?);
                 let n = tokens.len() * buffer.dim;
-                let at = || self.arena.buffers[buffer.name].at(0);
+                let at = || self.arena.buffers[&buffer.name].at(0);
                 let numbers = match buffer.kind {
                     BufferKind::Routes => self.routes(tokens.len(), buffer.dim / 2)?,
                     BufferKind::Logits | BufferKind::Stream => self.gpu.download(at(), n)?,
@@ -104,7 +104,7 @@ impl Machine {
     pub fn poison(&mut self) -> Result<()> {
         let fill = |region: &Region, byte| self.gpu.fill(region.at(0), byte, region.bytes);
         for (&name, buffer) in &self.arena.buffers {
-            fill(buffer, if name == "features" { 0x41 } else { 0xff })?;
+            fill(buffer, if name == BufferName::FEATURES { 0x41 } else { 0xff })?;
         }
         fill(&self.arena.cache.keys, 0x41)?;
         fill(&self.arena.cache.values, 0x41)?;
@@ -145,7 +145,7 @@ impl Machine {
     /// it.
     pub fn logits(&self, rows: usize) -> Result<Vec<f32>> {
         let columns = Shard::of(&self.config, self.ranks)?.vocab;
-        let own: Vec<f32> = self.gpu.download(self.arena.buffers["logits"].at(0), rows * columns)?;
+        let own: Vec<f32> = self.gpu.download(self.arena.buffers[&BufferName::LOGITS].at(0), rows * columns)?;
         let Some(link) = &self.link else { return Ok(own) };
         let ranks = link.all_gather(bytemuck::cast_slice(&own))?;
         let mut all = Vec::with_capacity(rows * self.config.vocab);

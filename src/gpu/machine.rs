@@ -461,12 +461,12 @@ fn plans(
     ranks: Ranks,
     slice: Option<Slice>,
 ) -> Result<BTreeMap<Pass, Plan>> {
-    let taps = drafter.map_or(&[][..], |d| &d.shape.taps);
+    let taps = drafter.map_or(Vec::new(), |d| d.shape.taps());
     let verify = WIDTHS.map(|width| Pass::Verify { width });
     let prefill = PREFILL_ROWS.map(|rows| Pass::Prefill { rows });
     let mut plans = BTreeMap::new();
     for pass in verify.into_iter().chain(prefill) {
-        let plan = plan::target(config, pass, ranks, taps)?;
+        let plan = plan::target(config, pass, ranks, &taps)?;
         let plan = match slice {
             Some(slice) => plan.alone(slice.comm_us.is_some()),
             None => plan,
@@ -538,23 +538,24 @@ fn has_record(pass: Pass) -> bool {
 
 /// Weights that are another weight's tensor, or rows of it: they need no memory of their own.
 fn aliases(config: &Config, source: &Source, drafter: Option<&DraftModel>, ranks: Ranks) -> Result<Vec<Alias>> {
-    let id = |role| WeightId::new(role, None);
+    let id = |role| WeightId::of_target(role, None);
+    let of_drafter = |role| WeightId::of_drafter(role, None);
     let mut aliases = Vec::new();
     if config.tied {
         aliases.push(Alias { id: id(Role::Head), of: id(Role::Embed), first_row: Shard::of(config, ranks)?.first_id });
     }
     if let (Some(drafter), Source::Random(_)) = (drafter, source) {
-        let same = drafter.shape.hidden == config.hidden;
-        aliases.extend(same.then(|| Alias { id: id(Role::DraftEmbed), of: id(Role::Embed), first_row: 0 }));
+        let same = drafter.shape.hidden() == config.hidden;
+        aliases.extend(same.then(|| Alias { id: of_drafter(Role::Embed), of: id(Role::Embed), first_row: 0 }));
     }
     if let (Some(drafter), Source::Checkpoint(target)) = (drafter, source) {
         let same_tensor =
             |a: Option<&Weight>, b: Option<&Weight>| a.zip(b).is_some_and(|(a, b)| a.parts[0].is(&b.parts[0]));
         // The drafter's head is whole on every rank; of several ranks, none has the target's whole head.
         let whole: &[Role] = if ranks.count == 1 && !config.tied { &[Role::Embed, Role::Head] } else { &[Role::Embed] };
-        for role in [Role::DraftEmbed, Role::DraftHead] {
-            let same = whole.iter().find(|&&r| same_tensor(target.find(id(r)), drafter.weights.find(id(role))));
-            aliases.extend(same.map(|&r| Alias { id: id(role), of: id(r), first_row: 0 }));
+        for role in [Role::Embed, Role::Head] {
+            let same = whole.iter().find(|&&r| same_tensor(target.find(id(r)), drafter.weights.find(of_drafter(role))));
+            aliases.extend(same.map(|&r| Alias { id: of_drafter(role), of: id(r), first_row: 0 }));
         }
     }
     Ok(aliases)

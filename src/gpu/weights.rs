@@ -10,7 +10,7 @@ use super::params::{FillCodesParams, FillParams, RepackCodesParams, RepackParams
 use crate::model::checkpoint::{Dtype, Tensor};
 use crate::model::plan::{Epilogue, Plan, Ranks, Step};
 use crate::model::quant::{Block, Format, E4M3};
-use crate::model::role::{Role, WeightId};
+use crate::model::role::{Owner, Random, Role, WeightId};
 use crate::model::weights::{Slice, Weight, Weights};
 use anyhow::{bail, ensure, Result};
 use half::{bf16, f16};
@@ -214,14 +214,14 @@ impl Layout {
                 let total = owned.iter().map(|id| matrices[id].bytes()).sum();
                 let mut upload = Upload::new(gpu, kernels, total, progress)?;
                 for &id in &owned {
-                    upload.matrix(get(id), ranks.of(id.role), &matrices[&id])?;
+                    upload.matrix(get(id), ranks.of(id), &matrices[&id])?;
                 }
                 for (&id, pair) in absorbed {
-                    upload.absorbed(get(id), ranks.of(id.role), pair)?;
+                    upload.absorbed(get(id), ranks.of(id), pair)?;
                 }
                 read_bytes = upload.finish()?;
                 for (id, vector) in &self.vectors {
-                    let numbers = floats_of(get(*id), ranks.of(id.role), vector.n)?;
+                    let numbers = floats_of(get(*id), ranks.of(*id), vector.n)?;
                     if vector.float {
                         gpu.upload(&numbers, vectors[id])?;
                     } else {
@@ -232,31 +232,31 @@ impl Layout {
             }
             Source::Random(seed) => {
                 let fill = Fill { gpu, kernels };
-                let n_sums = 2 * owned.iter().filter(|id| id.role == Role::O).count().max(1);
+                let mut owned = owned;
+                owned.sort_by_key(WeightId::random_order);
+                // Of the model's layers: an EAGLE-3 drafter's is none of them.
+                let n_sums = 2 * owned.iter().filter(|id| id.role == Role::O && id.layer.is_some()).count().max(1);
                 for (i, id) in owned.iter().enumerate() {
-                    // Every rank has the same embedding, latents and router, and other parts of what is divided.
-                    let shared = matches!(id.role, Role::Embed | Role::QkvA | Role::Router);
-                    let rank = if shared { 0 } else { ranks.of(id.role).rank as u64 };
+                    // Ranks have the same of what all have all of, and other parts of what is divided.
+                    let rank = ranks.of(*id).rank as u64;
                     // Embeddings of variance 1, and as much from all layers together: rows stay different from each
                     // other, and so do their experts.
-                    let gain = match id.role {
-                        Role::Embed => (matrices[id].parts[0].k as f32).sqrt(),
-                        Role::O | Role::Down | Role::ExpertDown | Role::SharedDown => 1.0 / (n_sums as f32).sqrt(),
+                    let gain = match id.role.random() {
+                        Random::Embedding if id.owner == Owner::Target => (matrices[id].parts[0].k as f32).sqrt(),
+                        Random::Residual if id.layer.is_some() => 1.0 / (n_sums as f32).sqrt(),
                         _ => 1.0,
                     };
                     fill.matrix(&matrices[id], seed.wrapping_add(i as u64 | rank << 20) << 40, gain)?;
                 }
-                for (i, (id, pair)) in absorbed.iter().enumerate() {
-                    let seed = seed.wrapping_add((owned.len() + 2 * i) as u64 | (ranks.of(id.role).rank as u64) << 20);
+                let mut pairs: Vec<(&WeightId, &Absorbed)> = absorbed.iter().collect();
+                pairs.sort_by_key(|(id, _)| id.random_order());
+                for (i, (id, pair)) in pairs.into_iter().enumerate() {
+                    let seed = seed.wrapping_add((owned.len() + 2 * i) as u64 | (ranks.of(*id).rank as u64) << 20);
                     fill.matrix(&pair.keys, seed << 40, 1.0)?;
                     fill.matrix(&pair.values, (seed + 1) << 40, 1.0)?;
                 }
                 for (id, vector) in &self.vectors {
-                    let bias = matches!(
-                        id.role,
-                        Role::QkvBias | Role::OBias | Role::GateUpBias | Role::DownBias | Role::RouterBias
-                    );
-                    if !bias {
+                    if id.role.random() != Random::Zeros {
                         fill.plain(vectors[id], 0, 1, vector.n, false, true, 1.0)?;
                     }
                 }

@@ -3,7 +3,7 @@
 use super::checkpoint::{Checkpoint, Dtype, Tensor};
 use super::config::Config;
 use super::quant::Format;
-use super::role::{Role, WeightId};
+use super::role::{Owner, Role, WeightId};
 use super::table::{Facts, Rule, Section, Size, Table};
 use super::weights::{Split, Weight, Weights};
 use anyhow::{bail, ensure, Result};
@@ -14,10 +14,10 @@ use std::ops::Range;
 impl Facts {
     pub fn of(config: &Config) -> Facts {
         let kind = format!("{} model of {} layers", config.arch, config.n_layers);
-        Facts::of_layers(config, kind, 0..config.n_layers)
+        Facts::of_layers(config, Owner::Target, kind, 0..config.n_layers)
     }
 
-    fn of_layers(config: &Config, kind: String, layers: Range<usize>) -> Facts {
+    fn of_layers(config: &Config, owner: Owner, kind: String, layers: Range<usize>) -> Facts {
         let mut sizes = vec![
             ("hidden", config.hidden),
             ("n_heads", config.n_heads),
@@ -46,6 +46,7 @@ impl Facts {
         let quant = config.quant.clone();
         Facts {
             arch: config.arch.clone(),
+            owner,
             kind,
             expert_layers: layers.clone().filter(|layer| config.has_experts(*layer)).collect(),
             layers,
@@ -82,8 +83,12 @@ pub fn claim_mtp(table: &Table, config: &Config, checkpoint: &Checkpoint) -> Res
     let section = table.section(&config.arch)?;
     ensure!(!section.mtp.is_empty(), "{}: expected a family with layers for multi-token prediction", config.arch);
     let layers = config.n_layers..config.n_layers + config.n_mtp_layers;
-    let facts =
-        Facts::of_layers(config, format!("layer {} for multi-token prediction", config.n_layers), layers.clone());
+    let facts = Facts::of_layers(
+        config,
+        Owner::Drafter,
+        format!("layer {} for multi-token prediction", config.n_layers),
+        layers.clone(),
+    );
     let mut tensors = section.named(checkpoint)?;
     tensors.retain(|name, _| layers.clone().any(|layer| name.starts_with(&format!("model.layers.{layer}."))));
     let mut claim = Claim::new(&facts, checkpoint, tensors);
@@ -184,7 +189,7 @@ impl<'a> Claim<'a> {
         for (role, rule) in rules {
             if self.facts.holds(rule.when.as_deref(), layer)? {
                 if let Some(weight) = self.weight(*role, rule, layer)? {
-                    map.insert(WeightId { role: *role, layer }, weight);
+                    map.insert(WeightId { owner: self.facts.owner, layer, role: *role }, weight);
                 }
             }
         }
@@ -314,10 +319,10 @@ impl<'a> Claim<'a> {
     /// own with the embedding.
     fn tie_head(&mut self, section: &Section, map: &mut BTreeMap<WeightId, Weight>) -> Option<(Tensor, Tensor)> {
         let rule = section.model.get(&Role::Head)?;
-        let embed = map.get(&WeightId { role: Role::Embed, layer: None })?;
+        let embed = map.get(&WeightId::of_target(Role::Embed, None))?;
         let table = embed.parts[0].clone();
         let head = Weight { split: rule.split, fuse: rule.fuse, ..embed.clone() };
-        map.insert(WeightId { role: Role::Head, layer: None }, head);
+        map.insert(WeightId::of_target(Role::Head, None), head);
         let spare = self.tensors.get(&rule.from[0])?.clone();
         self.claimed.insert(rule.from[0].clone());
         Some((spare, table))

@@ -4,7 +4,7 @@
 use super::family::{parse_family, Bias, Family, Layers};
 use super::keys::{is_descriptive, is_neutral, Keys};
 use super::quant::{Format, Quant, FP8_DENSE};
-use super::role::Role;
+use super::role::{Part, Role};
 use super::rope::{parse_rope, Rope};
 use anyhow::{bail, ensure, Context, Result};
 use serde_json::Value;
@@ -159,12 +159,14 @@ impl Config {
     /// How a matrix of this role is stored where the model runs.
     pub fn format(&self, role: Role) -> Format {
         let stored = |role| self.quant.as_ref().map_or(Format::Plain, |quant| quant.format(role));
-        let dense = match role {
-            Role::Qkv | Role::QkvA | Role::QB | Role::O | Role::GateUp | Role::Down => true,
-            Role::Head => !self.tied,
+        let dense = match role.part() {
+            // What kv_b becomes is plain whatever it was.
+            Part::Attention => role != Role::KvB,
+            Part::Dense => true,
+            Part::Head => !self.tied,
             // Beside experts that are plain it is one of them.
-            Role::SharedGateUp | Role::SharedDown => stored(Role::ExpertGateUp) != Format::Plain,
-            _ => false,
+            Part::Shared => stored(Role::ExpertGateUp) != Format::Plain,
+            Part::Experts | Part::Other => false,
         };
         match stored(role) {
             Format::Plain if dense && self.fp8_dense => FP8_DENSE,

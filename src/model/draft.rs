@@ -6,9 +6,9 @@ use super::checkpoint::{Checkpoint, Dtype, Read, Tensor};
 use super::claim::{claim_drafter, claim_mtp};
 use super::config::{Config, Latent};
 use super::draft_config::{Dialect, DraftConfig, LAYER_IDS};
-use super::plan::Drafter;
+use super::plan::{Drafter, Eagle3, Mtp};
 use super::quant::Format;
-use super::role::{Role, WeightId};
+use super::role::{Owner, Role, WeightId};
 use super::rope::Rope;
 use super::table::{Facts, Table};
 use super::weights::{Split, Weight, Weights};
@@ -64,8 +64,9 @@ impl DraftModel {
     ) -> Result<DraftModel> {
         one_mtp_layer(target)?;
         let mut weights = claim_mtp(table, target, checkpoint).context("--draft mtp")?;
-        for (role, of_target) in [(Role::DraftEmbed, Role::Embed), (Role::DraftHead, Role::Head)] {
-            weights.insert(WeightId::new(role, None), replicated(target_weights, of_target));
+        for role in [Role::Embed, Role::Head] {
+            let shared = replicated(target_weights, WeightId::of_target(role, None));
+            weights.insert(WeightId::of_drafter(role, None), shared);
         }
         Ok(DraftModel::of_mtp(target, weights))
     }
@@ -77,25 +78,7 @@ impl DraftModel {
     }
 
     fn of_mtp(target: &Config, weights: Weights) -> DraftModel {
-        let shape = Drafter {
-            hidden: target.hidden,
-            target_hidden: target.hidden,
-            taps: vec![target.n_layers],
-            n_heads: target.n_heads,
-            n_kv_heads: target.n_kv_heads,
-            head_dim: target.head_dim,
-            ffn_dim: target.ffn_dim,
-            vocab: target.vocab,
-            norm_eps: target.norm_eps,
-            qkv_bias: false,
-            qk_norm: false,
-            norm_before_residual: false,
-            norm_before_fc: false,
-            fc_norm: false,
-            norm_output: false,
-            latent: None,
-            mtp: Some(Box::new(target.clone())),
-        };
+        let shape = Drafter::Mtp(Mtp { config: Box::new(target.clone()), vocab: target.vocab });
         let name = format!("layer {}", target.n_layers);
         DraftModel { name, shape, rope: target.rope.clone(), weights, map: None, taps_from: "the model's own".into() }
     }
@@ -109,7 +92,14 @@ impl DraftModel {
             let (shape, taps_from) = shape(&config, target)?;
             let spread = |i: usize| (i * config.vocab / config.draft_vocab) as u32;
             let map = (config.draft_vocab < config.vocab).then(|| (0..config.draft_vocab).map(spread).collect());
-            Ok(DraftModel { name: name.clone(), shape, rope: config.rope, weights: Weights::default(), map, taps_from })
+            Ok(DraftModel {
+                name: name.clone(),
+                shape: Drafter::Eagle3(shape),
+                rope: config.rope,
+                weights: Weights::default(),
+                map,
+                taps_from,
+            })
         };
         made().with_context(|| format!("drafter {name}"))
     }
@@ -120,7 +110,7 @@ impl DraftModel {
         if let Some(map) = &self.map {
             bail!("--draft-vocab: expected a drafter with the whole vocabulary, found one of {} ids; leave the option out", map.len());
         }
-        let id = WeightId::new(Role::DraftHead, None);
+        let id = WeightId::of_drafter(Role::Head, None);
         // Random weights are made in the size that the shape says.
         if let Some(head) = self.weights.find(id) {
             ensure!(
@@ -133,7 +123,7 @@ impl DraftModel {
             let head = Weight { parts, rows, ..head.clone() };
             self.weights.insert(id, head);
         }
-        self.shape.vocab = ids.len();
+        self.shape.set_vocab(ids.len());
         self.map = Some(ids);
         Ok(self)
     }
@@ -152,11 +142,10 @@ fn one_mtp_layer(target: &Config) -> Result<()> {
 /// For `-v` and warnings: what it is and which layers it reads.
 impl fmt::Display for DraftModel {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let s = &self.shape;
-        if s.mtp.is_some() {
-            return write!(f, "multi-token prediction by {}, {} draft ids", self.name, s.vocab);
-        }
-        let ids = self.map.as_ref().map_or(s.vocab, Vec::len);
+        let ids = self.map.as_ref().map_or(self.shape.vocab(), Vec::len);
+        let Drafter::Eagle3(s) = &self.shape else {
+            return write!(f, "multi-token prediction by {}, {ids} draft ids", self.name);
+        };
         write!(
             f,
             "EAGLE-3 drafter {}: hidden {}, {} draft ids, rope {}; reads the hidden states that enter layers {:?} ({})",
@@ -173,7 +162,7 @@ fn mismatch(key: &str, drafter: impl fmt::Display, target: impl fmt::Display) ->
 }
 
 /// The shape that the plan needs, compared with the target, and where the tapped layers come from.
-fn shape(c: &DraftConfig, target: &Config) -> Result<(Drafter, String)> {
+fn shape(c: &DraftConfig, target: &Config) -> Result<(Eagle3, String)> {
     let target_hidden = c.target_hidden.unwrap_or(c.hidden);
     if target_hidden != target.hidden {
         let key = if c.target_hidden.is_some() { "target_hidden_size" } else { "hidden_size" };
@@ -183,7 +172,7 @@ fn shape(c: &DraftConfig, target: &Config) -> Result<(Drafter, String)> {
         return Err(mismatch("vocab_size", c.vocab, target.vocab)).context("it was trained for another tokenizer");
     }
     let (taps, taps_from) = taps(c, target)?;
-    let shape = Drafter {
+    let shape = Eagle3 {
         hidden: c.hidden,
         target_hidden,
         n_heads: c.n_heads,
@@ -199,7 +188,6 @@ fn shape(c: &DraftConfig, target: &Config) -> Result<(Drafter, String)> {
         fc_norm: c.fc_norm,
         norm_output: c.norm_output,
         latent: c.latent.map(|latent| (latent, c.rope.latent_scale(c.head_dim))),
-        mtp: None,
         taps,
     };
     Ok((shape, taps_from))
@@ -239,28 +227,32 @@ fn build(
     let mut notes = Vec::new();
     let map = vocabulary_map(&c, &tensors, &mut notes)?;
     let mut weights = claim_drafter(&table, &facts(&shape, c.vocab, own_embed, own_head), checkpoint)?;
-    let embed = WeightId::new(Role::DraftEmbed, None);
+    let embed = WeightId::of_drafter(Role::Embed, None);
     if !own_embed {
-        weights.insert(embed, replicated(target_weights, Role::Embed));
+        weights.insert(embed, replicated(target_weights, WeightId::of_target(Role::Embed, None)));
     }
     if !own_head {
-        let head = if c.tied { replicated(&weights, Role::DraftEmbed) } else { replicated(target_weights, Role::Head) };
-        weights.insert(WeightId::new(Role::DraftHead, None), head);
+        let head = match c.tied {
+            true => replicated(&weights, embed),
+            false => replicated(target_weights, WeightId::of_target(Role::Head, None)),
+        };
+        weights.insert(WeightId::of_drafter(Role::Head, None), head);
     }
     weights.notes.extend(notes);
-    Ok(DraftModel { name, shape, rope: c.rope, weights, map, taps_from })
+    Ok(DraftModel { name, shape: Drafter::Eagle3(shape), rope: c.rope, weights, map, taps_from })
 }
 
 /// Another's weight, whole on every rank.
-fn replicated(weights: &Weights, role: Role) -> Weight {
-    Weight { split: Split::Replicated, ..weights.get(WeightId::new(role, None)).clone() }
+fn replicated(weights: &Weights, id: WeightId) -> Weight {
+    Weight { split: Split::Replicated, ..weights.get(id).clone() }
 }
 
-fn facts(d: &Drafter, vocab: usize, own_embed: bool, own_head: bool) -> Facts {
+fn facts(d: &Eagle3, vocab: usize, own_embed: bool, own_head: bool) -> Facts {
     let latent = d.latent.map(|(latent, _)| latent);
     let of_latent = |size: fn(&Latent) -> usize| latent.as_ref().map_or(0, size);
     Facts {
         arch: ARCH.into(),
+        owner: Owner::Drafter,
         kind: "EAGLE-3 drafter with the flags of its config.json".into(),
         layers: 0..d.taps.len(),
         expert_layers: Vec::new(),

@@ -4,7 +4,7 @@
 //! cpu/dot.rs and the kernels.
 use super::checkpoint::{Dtype, Tensor};
 use super::keys::Keys;
-use super::role::Role;
+use super::role::{Part, Role};
 use anyhow::{bail, ensure, Context, Result};
 use half::{bf16, f16};
 use serde_json::Value;
@@ -100,27 +100,16 @@ pub struct Quant {
     pub format: Format,
     /// The scales of the matrix `x.weight` are `x.` and this.
     pub scale_name: &'static str,
-    /// Kinds of matrices that are stored plain.
-    plain: Vec<Kind>,
+    /// Parts that are stored plain.
+    plain: Vec<Part>,
 }
 
-/// Matrices that a config keeps or quantises together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
-    Attention,
-    /// The feed-forward layer where there are no experts.
-    Dense,
-    Experts,
-    Shared,
-    Head,
-}
-
-/// A module of each kind, by the names of every family, for the patterns of `ignore`.
-const KINDS: [(Kind, &[&str]); 5] = [
-    (Kind::Attention, &["model.layers.1.self_attn.o_proj"]),
-    (Kind::Dense, &["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"]),
+/// A module of each part, by the names of every family, for the patterns of `ignore`.
+const MODULES: [(Part, &[&str]); 5] = [
+    (Part::Attention, &["model.layers.1.self_attn.o_proj"]),
+    (Part::Dense, &["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"]),
     (
-        Kind::Experts,
+        Part::Experts,
         &[
             "model.layers.1.mlp.experts.0.gate_proj",
             "model.layers.1.mlp.experts.0.up_proj",
@@ -128,14 +117,14 @@ const KINDS: [(Kind, &[&str]); 5] = [
         ],
     ),
     (
-        Kind::Shared,
+        Part::Shared,
         &[
             "model.layers.1.mlp.shared_experts.gate_proj",
             "model.layers.1.mlp.shared_experts.up_proj",
             "model.layers.1.mlp.shared_experts.down_proj",
         ],
     ),
-    (Kind::Head, &["lm_head"]),
+    (Part::Head, &["lm_head"]),
 ];
 
 impl Quant {
@@ -157,21 +146,12 @@ impl Quant {
         Ok(quant)
     }
 
-    /// How a matrix of this role is stored. Embeddings, routers and what joins a drafter's inputs are plain in every
-    /// checkpoint.
+    /// How a matrix of this role is stored.
     pub fn format(&self, role: Role) -> Format {
-        let kind = match role {
-            Role::Qkv | Role::QkvA | Role::QB | Role::KvB | Role::O => Kind::Attention,
-            Role::GateUp | Role::Down => Kind::Dense,
-            Role::ExpertGateUp | Role::ExpertDown => Kind::Experts,
-            Role::SharedGateUp | Role::SharedDown => Kind::Shared,
-            Role::Head => Kind::Head,
-            _ => return Format::Plain,
-        };
-        if self.plain.contains(&kind) {
-            Format::Plain
-        } else {
-            self.format
+        match role.part() {
+            Part::Other => Format::Plain,
+            part if self.plain.contains(&part) => Format::Plain,
+            _ => self.format,
         }
     }
 }
@@ -189,7 +169,7 @@ fn parse_fp8(keys: &mut Keys) -> Result<Quant> {
         let found = size.unwrap_or_default();
         bail!("{}weight_block_size: expected rows and columns of a block such as [128, 128], found {found}", keys.path);
     };
-    let mut plain = vec![Kind::Head];
+    let mut plain = vec![Part::Head];
     for key in ["modules_to_not_convert", "ignored_layers"] {
         plain.extend(ignored(keys, key)?);
     }
@@ -306,8 +286,8 @@ fn object(path: &str, key: &str, value: Value) -> Result<Keys> {
     }
 }
 
-/// The kinds that a list of modules keeps plain: names, ends of names, or `re:` and a pattern for the start of a name.
-fn ignored(keys: &mut Keys, key: &str) -> Result<Vec<Kind>> {
+/// The parts that a list of modules keeps plain: names, ends of names, or `re:` and a pattern for the start of a name.
+fn ignored(keys: &mut Keys, key: &str) -> Result<Vec<Part>> {
     let names: Vec<String> = match keys.take(key) {
         None => return Ok(Vec::new()),
         Some(value) => serde_json::from_value(value.clone())
@@ -325,7 +305,7 @@ fn ignored(keys: &mut Keys, key: &str) -> Result<Vec<Kind>> {
         })?);
     }
     let mut plain = Vec::new();
-    for (kind, modules) in KINDS {
+    for (part, modules) in MODULES {
         // Names may carry the prefix of a model of text and images.
         let kept = |module: &&&str| {
             let long = format!("language_model.{module}");
@@ -333,7 +313,7 @@ fn ignored(keys: &mut Keys, key: &str) -> Result<Vec<Kind>> {
         };
         match modules.iter().filter(kept).count() {
             0 => {}
-            n if n == modules.len() => plain.push(kind),
+            n if n == modules.len() => plain.push(part),
             _ => bail!("{}{key}: expected all or none of {}, found a part of them", keys.path, modules.join(", ")),
         }
     }

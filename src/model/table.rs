@@ -2,7 +2,7 @@
 //! conditions of a model (`Facts`). The format of the table is described at the top of weights.toml.
 use super::checkpoint::{Checkpoint, Tensor};
 use super::quant::Format;
-use super::role::{Role, ROLES};
+use super::role::{Owner, Role};
 use super::weights::{Fuse, Split};
 use anyhow::{bail, ensure, Context, Result};
 use serde::Deserialize;
@@ -19,6 +19,8 @@ pub struct Table {
 pub struct Facts {
     /// The section of the table.
     pub arch: String,
+    /// Whose weights they are.
+    pub owner: Owner,
     /// For errors: `llama model of 30 layers`.
     pub kind: String,
     /// Layers to which the rules of `layer` apply.
@@ -229,10 +231,7 @@ struct RuleFile {
 }
 
 fn parse_rule(name: &str, file: &RuleFile, per_layer: bool) -> Result<(Role, Rule)> {
-    let Some((role, _)) = ROLES.iter().find(|(_, known)| *known == name) else {
-        let known: Vec<&str> = ROLES.iter().map(|(_, name)| *name).collect();
-        bail!("expected a role of {}, found {name:?}", known.join(" "));
-    };
+    let role = Role::named(name)?;
     ensure!(!file.from.is_empty(), "from: expected at least one tensor, found none");
     ensure!(
         file.rows.len() == file.from.len(),
@@ -266,7 +265,7 @@ fn parse_rule(name: &str, file: &RuleFile, per_layer: bool) -> Result<(Role, Rul
         },
         when: file.when.clone(),
     };
-    Ok((*role, rule))
+    Ok((role, rule))
 }
 
 impl Size {

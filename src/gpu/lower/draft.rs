@@ -27,7 +27,7 @@ impl Lowering<'_> {
     pub(super) fn draft_token(&mut self, logits: BufferId, vocab: usize, draft: usize) -> Result<()> {
         let arena = self.arena;
         let Pass::Draft { drafts, .. } = self.plan.pass else { bail!("a draft outside a draft pass") };
-        let head = &arena.weights.matrices[&WeightId::new(Role::DraftHead, None)];
+        let head = &arena.weights.matrices[&WeightId::of_drafter(Role::Head, None)];
         let params = DraftParams {
             logits: self.buffer(logits),
             state: self.state(0),

@@ -129,6 +129,6 @@ impl Lowering<'_> {
             dim: buffer.dim as i32,
             ..CopyParams::zeroed()
         };
-        Ok(Some((drafter.ring.at(0), self.arena.buffers[buffer.name].at(0), params)))
+        Ok(Some((drafter.ring.at(0), self.arena.buffers[&buffer.name].at(0), params)))
     }
 }

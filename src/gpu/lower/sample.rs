@@ -14,7 +14,7 @@ use anyhow::Result;
 impl Lowering<'_> {
     pub(super) fn accept(&mut self, logits: BufferId, vocab: usize, first_id: usize) -> Result<()> {
         let (arena, columns) = (self.arena, self.plan.buffer(logits).dim);
-        let head = &arena.weights.matrices[&WeightId::new(Role::Head, None)];
+        let head = &arena.weights.matrices[&WeightId::of_target(Role::Head, None)];
         let params = SampleParams {
             logits: self.buffer(logits),
             state: self.state(0),

@@ -13,7 +13,8 @@ mod show;
 mod step;
 mod target;
 
-pub use drafter::{drafter, Drafter};
+pub use super::role::Owner;
+pub use drafter::{drafter, Drafter, Eagle3, Mtp};
 pub use ranks::{Ranks, Shard};
 pub use step::*;
 pub use target::{target, Taps};

@@ -1,6 +1,6 @@
 //! What is one rank's of a model that several ranks divide.
 use crate::model::config::Config;
-use crate::model::role::Role;
+use crate::model::role::{Owner, Part, WeightId};
 use crate::model::weights::vocab_rows;
 use anyhow::{bail, Result};
 
@@ -26,15 +26,17 @@ impl Ranks {
     }
 
     /// As they divide a weight.
-    pub fn of(self, role: Role) -> Ranks {
-        let is_whole = match role.is_drafters() {
-            true => !(self.split_drafter && role.is_drafters_layer()),
-            false => self.whole_attention && role.is_attention(),
+    pub fn of(self, id: WeightId) -> Ranks {
+        let is_divided = match (id.owner, id.role.part()) {
+            (Owner::Target, Part::Attention) if self.whole_attention => false,
+            (Owner::Target, _) => id.role.is_divided(),
+            (Owner::Drafter, Part::Attention | Part::Dense) => self.split_drafter && id.role.is_divided(),
+            (Owner::Drafter, _) => false,
         };
-        if is_whole {
-            Ranks::ONE
-        } else {
+        if is_divided {
             self
+        } else {
+            Ranks::ONE
         }
     }
 }

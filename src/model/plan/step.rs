@@ -2,7 +2,8 @@
 use super::ranks::Ranks;
 use crate::model::config::{Latent, Routing};
 use crate::model::quant::Format;
-use crate::model::role::{Role, WeightId};
+use crate::model::role::{Owner, Role, WeightId};
+use std::fmt;
 
 /// Widest verify pass. Caches hold `context + 2 * MAX_WIDTH` rows, so that a pass may write past the end of the
 /// context.
@@ -39,10 +40,90 @@ pub struct BufferId(pub usize);
 /// An activation buffer, [rows, dim]. f32 on the CPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Buffer {
-    pub name: &'static str,
+    pub name: BufferName,
     pub rows: usize,
     pub dim: usize,
     pub kind: BufferKind,
+}
+
+/// What tells buffers apart: plans that name the same one share its memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct BufferName {
+    pub stage: Stage,
+    pub slot: Slot,
+}
+
+/// Whose rows they are. Rows of a buffer are fixed in a plan, so that a drafter has two sets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Stage {
+    Target,
+    /// A drafter's over many rows: draft-extend, or a prompt.
+    Extend,
+    /// The one-row steps of a draft pass.
+    Single,
+}
+
+/// What a buffer is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Slot {
+    /// The residual stream.
+    X,
+    Qkv,
+    Latents,
+    Q,
+    Absorbed,
+    LatentAttended,
+    Attended,
+    Act,
+    Routes,
+    ExpertAct,
+    /// A rank's share of a sum.
+    Partial,
+    Logits,
+    /// The target's auxiliary hidden states.
+    Features,
+    NormedFeatures,
+    /// What a drafter's layer joins with an embedding.
+    Feature,
+    Embedding,
+    Selected,
+    Normed,
+}
+
+impl BufferName {
+    pub const LOGITS: BufferName = BufferName { stage: Stage::Target, slot: Slot::Logits };
+    pub const FEATURES: BufferName = BufferName { stage: Stage::Target, slot: Slot::Features };
+}
+
+/// `qkv`, `draft_qkv`, `step_qkv`.
+impl fmt::Display for BufferName {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self.stage {
+            Stage::Target => "",
+            Stage::Extend => "draft_",
+            Stage::Single => "step_",
+        })?;
+        f.write_str(match self.slot {
+            Slot::X => "x",
+            Slot::Qkv => "qkv",
+            Slot::Latents => "latents",
+            Slot::Q => "q",
+            Slot::Absorbed => "absorbed",
+            Slot::LatentAttended => "latent_attended",
+            Slot::Attended => "attended",
+            Slot::Act => "act",
+            Slot::Routes => "routes",
+            Slot::ExpertAct => "expert_act",
+            Slot::Partial => "partial",
+            Slot::Logits => "logits",
+            Slot::Features => "features",
+            Slot::NormedFeatures => "normed_features",
+            Slot::Feature => "feature",
+            Slot::Embedding => "embedding",
+            Slot::Selected => "selected",
+            Slot::Normed => "normed",
+        })
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,13 +156,6 @@ impl KvLayout {
     pub fn row_dim(&self) -> usize {
         self.n_kv_heads * (self.head_dim + self.value_dim)
     }
-}
-
-/// Which model's cache a step works on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Owner {
-    Target,
-    Drafter,
 }
 
 /// Which tokens an embedding step looks up, and where its rows stand.
@@ -416,36 +490,35 @@ impl Step {
 
     /// The name without its layer: steps of one kind do the same work on other weights.
     pub fn kind(&self) -> String {
-        match self {
-            Step::Linear(l) => l.weight.role.to_string(),
-            Step::Attention(_) => "attention".into(),
-            Step::LatentQuery(_) => "latent_query".into(),
-            Step::LatentAttend(_) => "latent_attend".into(),
-            Step::LatentValue(_) => "latent_value".into(),
-            Step::Router(r) => r.weight.role.to_string(),
-            Step::ExpertsUp(_) => "experts_up".into(),
-            Step::ExpertsDown(_) => "experts_down".into(),
-            other => other.name(),
-        }
+        let (owner, _, what) = self.label();
+        format!("{}{what}", owner.prefix())
     }
 
+    /// `layers.3.qkv`, of a drafter `draft.qkv`.
     pub fn name(&self) -> String {
+        let (owner, layer, what) = self.label();
+        let layer = layer.map_or(String::new(), |layer| format!("layers.{layer}."));
+        format!("{}{layer}{what}", owner.prefix())
+    }
+
+    /// Whose step it is, in which layer, and what it does.
+    fn label(&self) -> (Owner, Option<usize>, String) {
+        let of = |weight: &WeightId| (weight.owner, weight.layer, weight.role.to_string());
         match self {
-            Step::Embed { .. } => "embed".into(),
-            Step::Linear(l) => l.weight.to_string(),
-            Step::Attention(a) => format!("layers.{}.attention", a.layer),
-            Step::LatentQuery(a) | Step::LatentAttend(a) | Step::LatentValue(a) => {
-                format!("layers.{}.{}", a.layer, self.kind())
-            }
-            Step::Router(r) => r.weight.to_string(),
-            Step::ExpertsUp(m) | Step::ExpertsDown(m) => {
-                format!("layers.{}.{}", m.gate_up.layer.unwrap_or(0), self.kind())
-            }
-            Step::AllReduce { .. } => "all_reduce".into(),
-            Step::Norm { weight, .. } => weight.to_string(),
-            Step::Select { .. } => "select".into(),
-            Step::Accept { .. } => "accept".into(),
-            Step::DraftToken { draft, .. } => format!("draft_token.{draft}"),
+            Step::Embed { table, .. } => of(table),
+            Step::Linear(l) => of(&l.weight),
+            Step::Attention(a) => (a.owner, Some(a.layer), "attention".into()),
+            Step::LatentQuery(a) => (a.owner, Some(a.layer), "latent_query".into()),
+            Step::LatentAttend(a) => (a.owner, Some(a.layer), "latent_attend".into()),
+            Step::LatentValue(a) => (a.owner, Some(a.layer), "latent_value".into()),
+            Step::Router(r) => of(&r.weight),
+            Step::ExpertsUp(m) => (m.gate_up.owner, m.gate_up.layer, "experts_up".into()),
+            Step::ExpertsDown(m) => (m.gate_up.owner, m.gate_up.layer, "experts_down".into()),
+            Step::AllReduce { .. } => (Owner::Target, None, "all_reduce".into()),
+            Step::Norm { weight, .. } => of(weight),
+            Step::Accept { .. } => (Owner::Target, None, "accept".into()),
+            Step::Select { .. } => (Owner::Drafter, None, "select".into()),
+            Step::DraftToken { draft, .. } => (Owner::Drafter, None, format!("token.{draft}")),
         }
     }
 }
@@ -494,7 +567,7 @@ impl Plan {
     /// What is added to the mean square before the root.
     pub fn eps(&self, norm: WeightId) -> f32 {
         match norm.role {
-            Role::QANorm | Role::KvANorm | Role::DraftQANorm | Role::DraftKvANorm => LATENT_NORM_EPS,
+            Role::QANorm | Role::KvANorm => LATENT_NORM_EPS,
             _ => self.norm_eps,
         }
     }
