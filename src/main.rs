@@ -1,6 +1,7 @@
 //! Arguments -> command -> exit code. The only place that prints errors: one line on stderr.
 use std::process::ExitCode;
-use volley::cmd::{shielded, signal, tell};
+use volley::cmd::{signal, terminal::tell};
+use volley::text::shielded;
 use volley::{cli, error};
 
 fn main() -> ExitCode {

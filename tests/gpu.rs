@@ -28,7 +28,9 @@ use std::process::{Command, Stdio};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 use volley::cmd::bench::token_ids;
-use volley::cmd::{answer, check, doctor, signal, Device, Draft, ModelOptions, Session};
+use volley::cmd::load::Session;
+use volley::cmd::options::{Device, Draft, ModelOptions};
+use volley::cmd::{answer, check, doctor, signal};
 use volley::cpu::Reference;
 use volley::decode::{Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling, MAX_DRAFTS};
 use volley::error;
@@ -1074,26 +1076,13 @@ const DRAFTER: &str = "models/smollm2-135m-instruct-eagle3";
 /// SmolLM2 as the commands load it.
 fn session(dir: &Path, drafter: bool, ngram: bool, draft_tokens: Option<usize>) -> Session {
     Session::load(&ModelOptions {
-        dir: Some(dir.into()),
+        model: Some(dir.into()),
         device: Device::Cuda,
         context: Some(2048),
-        no_mmap: false,
-        weights: None,
         draft: Some(Draft { dir: drafter.then(|| DRAFTER.into()), mtp: false, ngram }),
         draft_tokens,
-        draft_vocab: None,
-        gpus: vec![],
-        tp: None,
-        ranks_per_gpu: 1,
-        collective: None,
-        whole_attention: None,
-        nccl: None,
-        require_p2p: false,
         require_graphs: true,
-        random: false,
-        fp8_dense: false,
-        slice: None,
-        verbose: 0,
+        ..ModelOptions::default()
     })
     .unwrap()
 }

@@ -2,7 +2,10 @@
 //! two ways to show it.
 //!
 //! Decoding gives tokens; here they become text, stop strings are found, and Ctrl-C is noticed between passes.
-use super::{draw_seed, signal, stats, tell, AnswerOptions, Session};
+use super::load::Session;
+use super::options::AnswerOptions;
+use super::terminal::tell;
+use super::{signal, stats};
 use crate::decode::{Answer, Event, Finish, Flow, Request, Sampling, Statistics};
 use crate::text::{ChatOptions, Message, TextStream};
 use anyhow::Result;
@@ -125,9 +128,16 @@ pub fn seeded(mut sampling: Sampling, seed: Option<u64>) -> (Sampling, Option<u6
     (sampling, seed)
 }
 
+/// A seed short enough to type again.
+pub fn draw_seed() -> u64 {
+    use std::hash::{BuildHasher, Hasher};
+    // The hasher's keys are the system's random numbers.
+    std::hash::RandomState::new().build_hasher().finish() >> 32
+}
+
 /// `seeded` for a person: a drawn seed is printed, so that the answer can be had again.
 pub fn sampling(options: &AnswerOptions) -> (Sampling, Option<u64>) {
-    let (sampling, seed) = seeded(options.sampling.clone(), options.seed);
+    let (sampling, seed) = seeded(options.sampling(), options.seed);
     if let (Some(seed), None) = (seed, options.seed) {
         tell(format_args!("seed: {seed}"));
     }
@@ -136,7 +146,7 @@ pub fn sampling(options: &AnswerOptions) -> (Sampling, Option<u64>) {
 
 impl AnswerOptions {
     pub fn ask<'a>(&'a self, prompt: &'a [u32], sampling: &'a Sampling) -> Ask<'a> {
-        Ask { prompt, sampling, stops: &self.stops, max_tokens: self.max_tokens, ignore_eos: self.ignore_eos }
+        Ask { prompt, sampling, stops: &self.stop, max_tokens: self.max_tokens, ignore_eos: self.ignore_eos }
     }
 }
 

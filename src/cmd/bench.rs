@@ -7,7 +7,12 @@
 //! Fixed token ids, greedy, no end tokens, no tokenizer. The read rate is measured in the same run: on the CPU all
 //! threads add up a buffer too large for any cache, a GPU streams one. A row's bytes per token are what the plan says
 //! must be read.
-use super::{answer, shown_bytes, stats, tell, Draft, Model, ModelOptions, Session, COMMIT};
+use super::gpus::rank_gpus;
+use super::load::{Model, Session, Substitute};
+use super::options::{Bench, Draft, ModelOptions};
+use super::terminal::{shown_bytes, tell};
+use super::version::COMMIT;
+use super::{answer, stats};
 use crate::decode::{sample::philox, Answer, Event, Flow, Request, Sampling, Statistics, MAX_DRAFTS};
 use crate::error;
 use crate::gpu;
@@ -18,56 +23,39 @@ use rayon::prelude::*;
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Instant;
 
-pub struct Options {
-    /// Prompt lengths and depths (tokens in the cache before the prompt); every pair is a row.
-    pub prompts: Vec<usize>,
-    pub depths: Vec<usize>,
-    /// Tokens generated in each run.
-    pub generate: usize,
-    pub repeat: usize,
-    /// Widths of verify passes to time at each depth.
-    pub widths: Vec<usize>,
-    /// Where the time of a token goes at each depth.
-    pub profile: bool,
-    /// Prompts for plain and speculative decoding, as in prompts/: one object a line with `turns`; the first `limit` of
-    /// each file.
-    pub prompt_files: Vec<PathBuf>,
-    pub limit: usize,
-    /// What verify and draft passes cost, and nothing else.
-    pub cycle: bool,
-    pub json: bool,
-}
-
-pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
-    if options.prompts.contains(&0) {
+pub fn bench(options: &Bench) -> Result<u8> {
+    let (model, slice) = (&options.model_options(), options.slice()?);
+    let substitute = Substitute { random: options.random, slice };
+    if options.prompt_tokens.contains(&0) {
         bail!("prompt-tokens 0: expected at least 1, the first token comes from a prompt");
     }
     if let Some(width) = options.widths.iter().find(|w| !(1..=MAX_WIDTH).contains(*w) || (**w > 8 && **w < MAX_WIDTH)) {
         bail!("widths {width}: expected numbers from 1 to 8, or {MAX_WIDTH}");
     }
-    if !options.prompt_files.is_empty() {
-        if model.slice.is_some() {
+    if !options.prompts.is_empty() {
+        if slice.is_some() {
             bail!("--slice: one rank alone writes no text; use it without --prompts");
         }
         return compare(model, options);
     }
     if options.cycle {
-        let model = Model::load(model)?;
+        let model = Model::load(model, substitute)?;
         return cycle(&model, options.json, &mut io::stdout());
     }
     let longest = |list: &[usize]| list.iter().copied().max().unwrap_or(0);
-    let needed =
-        longest(&options.prompts).checked_add(longest(&options.depths)).and_then(|n| n.checked_add(options.generate));
+    let needed = longest(&options.prompt_tokens)
+        .checked_add(longest(&options.depth))
+        .and_then(|n| n.checked_add(options.generate));
     let Some(needed) = needed else { bail!("prompt-tokens, depth and generate: the sum is too large") };
     if model.draft.as_ref().is_some_and(|draft| *draft != Draft::default()) {
         bail!("--draft: these rows are of plain decoding, whose tokens are no text; --prompts FILES compares plain and speculative");
     }
     let model_options =
         ModelOptions { context: model.context.or(Some(needed)), draft: Some(Draft::default()), ..model.clone() };
-    let mut model = Model::load(&model_options)?;
+    let mut model = Model::load(&model_options, substitute)?;
     if needed > model.engine.context() {
         bail!(
             "depth, prompt and answer have {needed} tokens, the context holds {}: lower them or raise --context",
@@ -76,7 +64,7 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
     }
 
     let (read_rate, device) = if model.device == "cuda" {
-        let gpu = gpu::open(super::rank_gpus(&model_options)?[0])?;
+        let gpu = gpu::open(rank_gpus(&model_options)?[0])?;
         (gpu::probe::read_ceiling(&gpu)?, gpu.info().name.clone())
     } else {
         (read_rate(), format!("cpu with {} threads", rayon::current_num_threads()))
@@ -95,8 +83,8 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
             " depth  prompt  first token  prompt tok/s  per token p50       p90       p99    tok/s         read  of rate  tokens hash"
         )?;
     }
-    for &depth in &options.depths {
-        for &prompt in &options.prompts {
+    for &depth in &options.depth {
+        for &prompt in &options.prompt_tokens {
             tell(format_args!("depth {depth}, prompt {prompt}: {} runs after one to warm up", options.repeat));
             let row = Row::measure(&mut model, depth, prompt, options)?;
             let line =
@@ -118,7 +106,7 @@ pub fn bench(model: &ModelOptions, options: &Options) -> Result<u8> {
 
 /// Plain and speculative decoding of the same prompts, one after the other: greedy, decode only, up to `generate`
 /// tokens or the end.
-fn compare(model: &ModelOptions, options: &Options) -> Result<u8> {
+fn compare(model: &ModelOptions, options: &Bench) -> Result<u8> {
     let mut session = Session::load(model)?;
     if session.model.engine.costs().is_none() {
         bail!(
@@ -140,7 +128,7 @@ fn compare(model: &ModelOptions, options: &Options) -> Result<u8> {
             "prompts", "tokens", "plain tok/s", "spec. tok/s", "ratio"
         )?;
     }
-    for file in &options.prompt_files {
+    for file in &options.prompts {
         let set = Set::measure(&mut session, file, options)?;
         let line = if options.json { set.json(&session.model).to_string() } else { set.text() };
         writeln!(out, "{line}")?;
@@ -193,7 +181,7 @@ struct Set {
 }
 
 impl Set {
-    fn measure(session: &mut Session, file: &Path, options: &Options) -> Result<Set> {
+    fn measure(session: &mut Session, file: &Path, options: &Bench) -> Result<Set> {
         #[derive(serde::Deserialize)]
         struct Prompt {
             turns: Vec<String>,
@@ -287,7 +275,7 @@ impl Set {
 }
 
 /// Cost of a verify pass by its width, each against width 1.
-fn widths(model: &mut Model, depth: usize, options: &Options, out: &mut impl Write) -> Result<()> {
+fn widths(model: &mut Model, depth: usize, options: &Bench, out: &mut impl Write) -> Result<()> {
     let mut one = None;
     for width in std::iter::once(1).chain(options.widths.iter().copied().filter(|&w| w != 1)) {
         let samples = model.engine.time_verify(width, depth, 10 * options.repeat)?;
@@ -316,7 +304,7 @@ fn widths(model: &mut Model, depth: usize, options: &Options, out: &mut impl Wri
 }
 
 /// Steps of one kind together: time, bytes, and the share of the read rate.
-fn profile(model: &mut Model, depth: usize, options: &Options, read_rate: f64, out: &mut impl Write) -> Result<()> {
+fn profile(model: &mut Model, depth: usize, options: &Bench, read_rate: f64, out: &mut impl Write) -> Result<()> {
     for step in model.engine.profile(depth)? {
         let rate = step.bytes as f64 / (step.ms / 1e3).max(1e-9);
         if options.json {
@@ -348,7 +336,7 @@ struct Row {
 }
 
 impl Row {
-    fn measure(model: &mut Model, depth: usize, prompt: usize, options: &Options) -> Result<Row> {
+    fn measure(model: &mut Model, depth: usize, prompt: usize, options: &Bench) -> Result<Row> {
         let ids = token_ids(depth + prompt, model.config.vocab);
         let mut row =
             Row { depth, prompt, first_token_ms: Vec::new(), token_ms: Vec::new(), bytes_per_token: 0.0, hash: 0 };
@@ -406,7 +394,7 @@ impl Row {
         )
     }
 
-    fn json(&self, model: &Model, options: &Options, read_rate: f64) -> serde_json::Value {
+    fn json(&self, model: &Model, options: &Bench, read_rate: f64) -> serde_json::Value {
         let first = stats::percentile(&self.first_token_ms, 50.0);
         let [p50, p90, p99] = self.percentiles();
         json!({

@@ -2,8 +2,11 @@
 //!
 //! Nothing is ever dropped from a conversation: when the context is full, that is said, and the person decides. Every
 //! turn renders the whole conversation; the engine finds the prefix that its cache already holds.
-use super::answer::{self, Ask, Ended, Piece, Reply};
-use super::{draw_seed, signal, stats, tell, AnswerOptions, Lines, ModelOptions, Session};
+use super::answer::{self, draw_seed, Ask, Ended, Piece, Reply};
+use super::load::Session;
+use super::options::{AnswerOptions, Chat};
+use super::terminal::{tell, Lines};
+use super::{signal, stats};
 use crate::decode::Sampling;
 use crate::error;
 use crate::text::Message;
@@ -16,13 +19,15 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, StdinLock, Write};
 
-pub fn chat(model: &ModelOptions, options: &AnswerOptions, json: bool) -> Result<u8> {
-    let session = Session::load(model)?;
+pub fn chat(chat: &Chat) -> Result<u8> {
+    let options = &chat.answer_options();
+    options.check()?;
+    let session = Session::load(&chat.model_options())?;
     if !session.tokenizer.has_template() {
         bail!("{} has no chat template: use volley run --raw", session.model.name);
     }
-    options.sampling.check(session.model.config.vocab)?;
-    if json {
+    options.sampling().check(session.model.config.vocab)?;
+    if chat.json {
         return serve(session, options);
     }
     if io::stdin().is_terminal() {
@@ -337,11 +342,11 @@ fn respond(session: &mut Session, options: &AnswerOptions, line: &str) -> Result
     if options.show_tokens {
         tell(format_args!("prompt tokens: {ids:?}"));
     }
-    let (sampling, seed) = answer::seeded(request.sampling(&options.sampling), request.seed.or(options.seed));
+    let (sampling, seed) = answer::seeded(request.sampling(&options.sampling()), request.seed.or(options.seed));
     let ask = Ask {
         prompt: &ids,
         sampling: &sampling,
-        stops: request.stop.as_ref().unwrap_or(&options.stops),
+        stops: request.stop.as_ref().unwrap_or(&options.stop),
         max_tokens: request.max_tokens.or(options.max_tokens),
         ignore_eos: request.ignore_eos.unwrap_or(options.ignore_eos),
     };

@@ -3,9 +3,10 @@
 //!
 //! First facts of driver and GPU, then every kernel on small random models whose sizes do not divide evenly (`Shape`),
 //! then, if there is one, the user's model. The checks are in check.rs.
-use super::{
-    bench::token_ids, check, default_draft, open_drafter, rank_gpus, read, setup, shown_bytes, Device, ModelOptions,
-};
+use super::gpus::{rank_gpus, setup};
+use super::load::{default_draft, open_drafter, read, table};
+use super::options::{Device, ModelOptions};
+use super::{bench::token_ids, check, terminal::shown_bytes};
 use crate::cpu::Reference;
 use crate::decode::sample::philox;
 use crate::error;
@@ -53,7 +54,7 @@ pub fn doctor(options: &ModelOptions) -> Result<u8> {
         report.model(shape.name, &gpu, &gpus, &dir.0, &defaults)?;
     }
     let named = options
-        .dir
+        .model
         .clone()
         .or_else(|| std::env::var_os("VOLLEY_MODEL").filter(|dir| !dir.is_empty()).map(PathBuf::from));
     if let Some(dir) = &named {
@@ -215,7 +216,7 @@ fn reference(dir: &Path, options: &ModelOptions, context: usize, ranks: Ranks) -
 
 fn model(dir: &Path, options: &ModelOptions) -> Result<(Config, Table, Checkpoint, Weights)> {
     let config = Config::open(dir)?;
-    let table = options.weights.as_deref().map_or_else(Table::builtin, Table::open)?;
+    let table = table(options)?;
     let checkpoint = Checkpoint::open(dir, read(options))?;
     let weights = claim(&table, &config, &checkpoint)?;
     Ok((config, table, checkpoint, weights))

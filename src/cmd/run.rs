@@ -1,22 +1,21 @@
 //! `volley run`: one prompt in, one answer out, as text or as JSON lines.
 use super::answer::{self, Ended, Piece};
-use super::{stats, tell, text, AnswerOptions, ModelOptions, Session};
+use super::load::Session;
+use super::options::Run;
+use super::stats;
+use super::terminal::{tell, text};
 use crate::error;
 use crate::text::Message;
 use anyhow::{bail, Context, Result};
 use serde_json::json;
 use std::io::{self, IsTerminal, Read, Write};
 
-pub struct Options {
-    pub prompt: Option<String>,
-    /// No chat template.
-    pub raw: bool,
-    pub json: bool,
-}
-
-pub fn run(model: &ModelOptions, options: &AnswerOptions, run: &Options) -> Result<u8> {
-    let prompt = prompt(run.prompt.as_deref(), run.raw)?;
-    let mut session = Session::load(model)?;
+pub fn run(run: &Run) -> Result<u8> {
+    let options = &run.answer_options();
+    options.check()?;
+    let argument = (!run.prompt.is_empty()).then(|| run.prompt.join(" "));
+    let prompt = prompt(argument.as_deref(), run.raw)?;
+    let mut session = Session::load(&run.model_options())?;
     let ids = if run.raw {
         if options.system.is_some() {
             bail!("--system needs the chat template, which --raw leaves out");

@@ -1,5 +1,6 @@
 //! Percentiles and rates, and the line of statistics after an answer.
-use super::{shown_bytes, Model};
+use super::load::Model;
+use super::terminal::shown_bytes;
 use crate::decode::{Answer, Statistics};
 use std::time::Duration;
 

@@ -70,6 +70,11 @@ pub fn divide(model: &Model, rank: usize, count: usize, asked: Asked, measured: 
     Ok(Division { ranks: Ranks { whole_attention, split_drafter, ..Ranks::new(rank, count) }, attention })
 }
 
+/// As long as nothing is measured.
+pub fn unmeasured(rank: usize, count: usize, asked: Asked) -> Ranks {
+    Ranks { whole_attention: asked.whole_attention == Some(true), ..Ranks::new(rank, count) }
+}
+
 /// Whether a draft is made sooner on every rank when ranks divide the drafter's layer, two sums over ranks included.
 fn splitting_pays(drafter: &Drafter, storage: Storage, measured: &Measured) -> Result<bool> {
     // Of one draft more.
