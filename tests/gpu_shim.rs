@@ -22,7 +22,7 @@ use volley::cmd::bench::token_ids;
 use volley::cmd::{check, doctor};
 use volley::cpu::Reference;
 use volley::decode::{
-    Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Request, Sampling, Sequence, MAX_DRAFTS,
+    Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Probe, Request, Sampling, Sequence, MAX_DRAFTS,
 };
 use volley::gpu::device::Gpu;
 use volley::gpu::machine::{Machine, Options, Slice};

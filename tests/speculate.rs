@@ -26,7 +26,7 @@ use tempfile::{tempdir, TempDir};
 use volley::cpu::Reference;
 use volley::decode::policy::Costs;
 use volley::decode::{
-    Answer, Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Record, Request, Sampling, Script,
+    Answer, Backend, Counters, Drafting, Engine, Event, Finish, Flow, Limits, Probe, Record, Request, Sampling, Script,
     StepTime, MAX_DRAFTS,
 };
 use volley::model::checkpoint::{Checkpoint, Read};
@@ -1300,16 +1300,6 @@ impl Backend for Shared {
     fn set_drafts(&mut self, drafts: &[u32]) -> anyhow::Result<()> {
         self.reference.borrow_mut().set_drafts(drafts)
     }
-    fn measure(&mut self) -> anyhow::Result<Costs> {
-        let costs = self.reference.borrow_mut().measure()?;
-        Ok(if self.slow { Costs { verify: std::array::from_fn(|i| slow_ms(i + 1)), ..costs } } else { costs })
-    }
-    fn time_verify(&mut self, width: usize, depth: usize, n: usize) -> anyhow::Result<Vec<f64>> {
-        self.reference.borrow_mut().time_verify(width, depth, n)
-    }
-    fn profile(&mut self, depth: usize) -> anyhow::Result<Vec<StepTime>> {
-        self.reference.borrow_mut().profile(depth)
-    }
     fn record(&mut self) -> anyhow::Result<Record> {
         self.reference.borrow_mut().record()
     }
@@ -1318,5 +1308,20 @@ impl Backend for Shared {
     }
     fn counters(&self) -> Counters {
         self.reference.borrow().counters()
+    }
+}
+
+impl Probe for Shared {
+    fn measure(&mut self) -> anyhow::Result<Costs> {
+        let costs = self.reference.borrow_mut().measure()?;
+        Ok(if self.slow { Costs { verify: std::array::from_fn(|i| slow_ms(i + 1)), ..costs } } else { costs })
+    }
+
+    fn time_verify(&mut self, width: usize, depth: usize, n: usize) -> anyhow::Result<Vec<f64>> {
+        self.reference.borrow_mut().time_verify(width, depth, n)
+    }
+
+    fn profile(&mut self, depth: usize) -> anyhow::Result<Vec<StepTime>> {
+        self.reference.borrow_mut().profile(depth)
     }
 }

@@ -261,7 +261,7 @@ fn conduct(
     context: usize,
 ) -> Result<Conductor> {
     let made_of = machine_options(options, context, files.drafter, files.ngram);
-    let mut bar = Progress::new();
+    let mut bar = Progress::begin();
     let setup = setup(options, gpus, config.clone(), files.weights, made_of);
     let conductor = Conductor::new(setup, gpu, &mut |done, total| bar.show(done, total))?;
     let Start { found, division } = conductor.start();
@@ -289,7 +289,7 @@ fn machine(
     context: usize,
 ) -> Result<Machine> {
     let made_of = machine_options(options, context, files.drafter.take(), files.ngram);
-    let mut bar = Progress::new();
+    let mut bar = Progress::begin();
     let mut progress = |done, total| bar.show(done, total);
     let machine = match slice {
         Some(slice) => Machine::slice(gpu, slice, config.clone(), files.source(), made_of, &mut progress)?,
@@ -433,7 +433,7 @@ fn available_memory() -> Option<u64> {
 
 /// Brings the weights into memory; a bar on a terminal if that takes over a second.
 fn fetch(weights: &Weights) -> Result<()> {
-    let mut progress = Progress::new();
+    let mut progress = Progress::begin();
     weights.load(&mut |done, total| progress.show(done, total))
 }
 

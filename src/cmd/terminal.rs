@@ -16,7 +16,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    pub fn new() -> Progress {
+    pub fn begin() -> Progress {
         Progress { start: Instant::now(), bar: None }
     }
 

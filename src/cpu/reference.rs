@@ -8,7 +8,7 @@
 use super::dot::{self, Numbers};
 use crate::decode::policy::Costs;
 use crate::decode::sample::{greedy, gumbel};
-use crate::decode::{draft_ngram, Backend, Counters, Limits, Record, Sampling, Sequence, StepTime, MAX_DRAFTS};
+use crate::decode::{draft_ngram, Backend, Counters, Limits, Probe, Record, Sampling, Sequence, StepTime, MAX_DRAFTS};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
 use crate::model::plan::{
@@ -877,6 +877,28 @@ impl Backend for Reference {
         Ok(())
     }
 
+    fn record(&mut self) -> Result<Record> {
+        self.records.pop_front().context("no pass was queued")
+    }
+
+    fn truncate(&mut self, n: usize) -> Result<()> {
+        let sequence = self.sequence()?;
+        sequence.truncate(n);
+        let length = sequence.length;
+        if let Some(d) = &mut self.drafter {
+            d.length = d.length.min(length);
+        }
+        self.drafts.clear();
+        self.queued_draft = None;
+        Ok(())
+    }
+
+    fn counters(&self) -> Counters {
+        Counters::default()
+    }
+}
+
+impl Probe for Reference {
     fn measure(&mut self) -> Result<Costs> {
         let best = |times: Vec<f64>| times.into_iter().fold(f64::INFINITY, f64::min);
         let mut costs = Costs { verify: [0.0; MAX_DRAFTS + 1], draft: [0.0; MAX_DRAFTS] };
@@ -925,25 +947,5 @@ impl Backend for Reference {
             (k.count, k.ms, k.bytes) = (k.count / RUNS, k.ms / RUNS as f64, k.bytes / RUNS as u64);
         }
         Ok(kinds)
-    }
-
-    fn record(&mut self) -> Result<Record> {
-        self.records.pop_front().context("no pass was queued")
-    }
-
-    fn truncate(&mut self, n: usize) -> Result<()> {
-        let sequence = self.sequence()?;
-        sequence.truncate(n);
-        let length = sequence.length;
-        if let Some(d) = &mut self.drafter {
-            d.length = d.length.min(length);
-        }
-        self.drafts.clear();
-        self.queued_draft = None;
-        Ok(())
-    }
-
-    fn counters(&self) -> Counters {
-        Counters::default()
     }
 }

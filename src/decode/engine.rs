@@ -3,74 +3,14 @@
 //!
 //! The engine knows tokens only; text, stop strings and terminals are the caller's, who sees each block of tokens and
 //! may stop. What a pass computes is the backend's: the f32 reference or CUDA graphs.
+use super::backend::{Backend, Counters, StepTime};
 use super::policy::Costs;
 use super::sample::Sampling;
-use super::sequence::{End, Limits, Record};
-use super::speculate::{Behind, Drafting, Pass, Source, Speculation, Statistics};
+use super::sequence::{End, Limits};
+use super::speculate::{Behind, Cycle, Drafting, Source, Speculation, Statistics};
 use anyhow::{bail, Result};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
-
-/// Something that holds a model and its caches and can run passes. Two implementations: cpu::Reference and
-/// gpu::Machine.
-pub trait Backend {
-    /// Most tokens of prompt and output together.
-    fn context(&self) -> usize;
-    fn vocab(&self) -> usize;
-    /// Most tokens of one `prefill` call.
-    fn prefill_rows(&self) -> usize;
-    /// How many passes may be queued before the first record is read.
-    fn queue_depth(&self) -> usize;
-    /// Starts a sequence whose first `keep` rows are in the cache already.
-    fn begin(&mut self, prompt: &[u32], keep: usize, sampling: &Sampling, limits: &Limits) -> Result<()>;
-    /// Appends the rows of the next `tokens.len()` prompt tokens to the cache.
-    fn prefill(&mut self, tokens: &[u32]) -> Result<()>;
-    /// Queues a verify pass of this width: the root and the first `width - 1` drafts.
-    fn verify(&mut self, width: usize) -> Result<()>;
-    /// Queues the drafter behind the passes before: `drafts` drafts for the next verify pass. Needs a drafter.
-    fn draft(&mut self, drafts: usize) -> Result<()>;
-    /// Sets the drafts of the next verify pass by hand.
-    fn set_drafts(&mut self, drafts: &[u32]) -> Result<()>;
-    /// Times of every verify and draft pass, measured on distinct random tokens. The cache must be unused: its contents
-    /// are lost.
-    fn measure(&mut self) -> Result<Costs>;
-    /// Milliseconds of `n` verify passes of this width over distinct random tokens with `depth` rows in the cache,
-    /// whose contents are lost.
-    fn time_verify(&mut self, width: usize, depth: usize, n: usize) -> Result<Vec<f64>>;
-    /// How many experts a layer reads in such a pass, on average; None where there are none, or nobody counts. The
-    /// cache's contents are lost.
-    fn experts_used(&mut self, _width: usize, _depth: usize) -> Result<Option<f64>> {
-        Ok(None)
-    }
-    /// Where the time of plain decoding goes with `depth` rows in the cache, whose contents are lost: steps of one kind
-    /// together.
-    fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>>;
-    /// What the oldest unread verify pass did; waits for it.
-    fn record(&mut self) -> Result<Record>;
-    /// Cuts history and caches back to the first `n` tokens of the history.
-    fn truncate(&mut self, n: usize) -> Result<()>;
-    fn counters(&self) -> Counters;
-}
-
-/// Steps of one kind in a pass of one row.
-#[derive(Clone, Debug, serde::Serialize)]
-pub struct StepTime {
-    pub kind: String,
-    pub count: usize,
-    pub ms: f64,
-    /// Read by all of them, as the plan counts.
-    pub bytes: u64,
-}
-
-/// What ran since the backend was made.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
-pub struct Counters {
-    pub verify_replays: u64,
-    pub draft_replays: u64,
-    pub prefill_replays: u64,
-    /// Passes launched step by step after start: 0 unless a capture failed. The CPU counts none.
-    pub eager: u64,
-}
 
 pub struct Request<'a> {
     pub prompt: &'a [u32],
@@ -133,7 +73,7 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// With drafting on, the passes are timed first (Backend::measure).
+    /// With drafting on, the passes are timed first (Probe::measure).
     pub fn new(mut backend: Box<dyn Backend>, drafting: Drafting) -> Result<Engine> {
         let speculation = if drafting.on() { Some(Speculation::new(drafting, backend.measure()?)) } else { None };
         Ok(Engine { backend, cached: Vec::new(), speculation, paused: false })
@@ -147,19 +87,19 @@ impl Engine {
         self.backend.counters()
     }
 
-    /// See `Backend::time_verify`.
+    /// See `Probe::time_verify`.
     pub fn time_verify(&mut self, width: usize, depth: usize, n: usize) -> Result<Vec<f64>> {
         self.clear();
         self.backend.time_verify(width, depth, n)
     }
 
-    /// See `Backend::experts_used`.
+    /// See `Probe::experts_used`.
     pub fn experts_used(&mut self, width: usize, depth: usize) -> Result<Option<f64>> {
         self.clear();
         self.backend.experts_used(width, depth)
     }
 
-    /// See `Backend::profile`.
+    /// See `Probe::profile`.
     pub fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>> {
         self.clear();
         self.backend.profile(depth)
@@ -270,20 +210,15 @@ impl Engine {
     ) -> Result<()> {
         let mut speculation = if self.paused { None } else { self.speculation.as_mut() };
         let mut last = Instant::now();
-        // Verify passes whose records are unread, the pass that comes when there are none, and the drafts that were
-        // made for it.
+        // Verify passes whose records are unread, and the drafts that were made for the one behind them.
         let mut queued = VecDeque::new();
-        let mut next = Pass::PLAIN;
         let mut made = 0;
         let end_of_room = max_tokens.min(self.backend.context() - prompt.len());
+        self.backend.verify(1)?;
+        queued.push_back(Cycle::PLAIN);
         answer.finish = loop {
             // A pass with k drafts gives up to k + 1 tokens: no more drafts than tokens that may still come, less one.
             let room = |done: usize| (end_of_room - done).saturating_sub(1);
-            if queued.is_empty() {
-                self.backend.verify(1 + next.drafts)?;
-                queued.push_back(next);
-                made = 0;
-            }
             if made == 0 {
                 let room = room(answer.tokens.len()).saturating_sub(queued.len());
                 let behind = speculation.as_ref().map_or(Behind::Plain, |s| s.behind(room));
@@ -295,14 +230,14 @@ impl Engine {
                     Behind::Plain => {
                         while queued.len() < self.backend.queue_depth() {
                             self.backend.verify(1)?;
-                            queued.push_back(Pass::PLAIN);
+                            queued.push_back(Cycle::PLAIN);
                         }
                     }
                     Behind::Nothing => {}
                 }
             }
             let record = self.backend.record()?;
-            let pass = queued.pop_front().expect("a pass was queued above");
+            let cycle = queued.pop_front().expect("a pass was queued above");
             let now = Instant::now();
             if answer.passes.is_empty() {
                 answer.first_token_time = now - start;
@@ -310,7 +245,7 @@ impl Engine {
             let time = now - last;
             last = now;
             if let Some(speculation) = &mut speculation {
-                speculation.observe(&pass, &record, (!answer.passes.is_empty()).then_some(time));
+                speculation.observe(&cycle, &record, (!answer.passes.is_empty()).then_some(time));
             }
             answer.passes.push(PassTime { tokens: record.tokens.len(), time });
             let before = answer.tokens.len();
@@ -325,10 +260,14 @@ impl Engine {
                 Some(End::Length) => break Finish::Length,
                 Some(End::Context) => break Finish::Context,
             }
-            if let (Some(speculation), true) = (&mut speculation, queued.is_empty()) {
+            if !queued.is_empty() {
+                continue;
+            }
+            let mut next = Cycle::PLAIN;
+            if let Some(speculation) = &mut speculation {
                 let room = room(answer.tokens.len());
                 if made > 0 {
-                    next = Pass { source: Source::Eagle, drafts: made.min(room), drafted: made };
+                    next = Cycle { source: Source::Eagle, drafts: made.min(room), drafted: made };
                 } else {
                     let scripted;
                     (next, scripted) = speculation.next(&record, room, &[prompt, &answer.tokens]);
@@ -338,6 +277,9 @@ impl Engine {
                 }
                 speculation.statistics.host_ms += last.elapsed().as_secs_f64() * 1e3;
             }
+            self.backend.verify(1 + next.drafts)?;
+            queued.push_back(next);
+            made = 0;
         };
         // Passes queued beyond the end did nothing (the sequence was over) or are undone by the caller's truncate.
         for _ in queued {

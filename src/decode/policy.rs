@@ -2,7 +2,9 @@
 //! maximises tokens per second, zero included.
 //!
 //! Nothing here changes the text: the policy picks widths, and a token does not depend on the width of its pass.
-use super::MAX_DRAFTS;
+
+/// Most drafts of a cycle: one verify pass of 8 rows.
+pub const MAX_DRAFTS: usize = 7;
 
 /// Weight of one new observation of a time.
 const NEW_TIME: f64 = 0.1;
@@ -67,9 +69,9 @@ pub struct Policy {
     idle: usize,
 }
 
-/// What a policy would do next.
+/// What a policy would do next, and what that promises.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Choice {
+pub struct Bid {
     pub drafts: usize,
     /// Tokens per millisecond that it promises.
     pub rate: f64,
@@ -85,7 +87,7 @@ impl Policy {
     }
 
     /// Drafts of the next cycle; `room` is the most that make sense (tokens left before an end, less one).
-    pub fn choose(&self, costs: &Costs, room: usize) -> Choice {
+    pub fn choose(&self, costs: &Costs, room: usize) -> Bid {
         let most = MAX_DRAFTS.min(room);
         let mut rates = [1.0 / costs.verify[0]; MAX_DRAFTS + 1];
         let (mut chain, mut expected) = (1.0, 1.0);
@@ -95,7 +97,7 @@ impl Policy {
             *rate = expected / (costs.verify[k] + if self.free { 0.0 } else { costs.drafting(k) });
         }
         if let Some(k) = self.fixed {
-            return Choice { drafts: k.min(most), rate: rates[k.min(most)], probe: false };
+            return Bid { drafts: k.min(most), rate: rates[k.min(most)], probe: false };
         }
         let best = (1..=most).fold(0, |best, k| {
             let bar = if best == 0 { rates[0] * MARGIN } else { rates[best] };
@@ -107,7 +109,7 @@ impl Policy {
         });
         let probe = self.idle >= PROBE_TOKENS;
         let drafts = if best == 0 && probe { most.min(1) } else { best };
-        Choice { drafts, rate: rates[drafts], probe }
+        Bid { drafts, rate: rates[drafts], probe }
     }
 
     /// What a cycle with `drafted` drafts of this source did.

@@ -98,7 +98,7 @@ pub struct Counts {
 
 /// One choice. `position` is the absolute position of the token being chosen, `output_len` the number of output tokens
 /// before it.
-pub struct Choice<'a> {
+pub struct Sampler<'a> {
     pub sampling: &'a Sampling,
     pub counts: &'a Counts,
     pub end_ids: &'a [u32],
@@ -106,7 +106,7 @@ pub struct Choice<'a> {
     pub output_len: usize,
 }
 
-impl Choice<'_> {
+impl Sampler<'_> {
     /// `logits` is [vocab]; it is used up.
     pub fn choose(&self, logits: &mut [f32]) -> u32 {
         self.adjust(logits);
@@ -319,7 +319,7 @@ mod tests {
 
     fn choose(logits: &[f32], sampling: &Sampling, position: usize) -> u32 {
         let counts = counts(logits.len());
-        Choice { sampling, counts: &counts, end_ids: &[], position, output_len: 0 }.choose(&mut logits.to_vec())
+        Sampler { sampling, counts: &counts, end_ids: &[], position, output_len: 0 }.choose(&mut logits.to_vec())
     }
 
     proptest! {
@@ -413,7 +413,8 @@ mod tests {
             // Token 0 is in the prompt, token 1 twice in the output, token 2 in both; 4 is the end token.
             let counts = Counts { in_prompt: vec![true, false, true, false, false], in_output: vec![0, 2, 1, 0, 0] };
             let mut logits = [2.0, 2.0, -2.0, 2.0, 2.0];
-            Choice { sampling: &sampling, counts: &counts, end_ids: &[4], position: 9, output_len }.adjust(&mut logits);
+            Sampler { sampling: &sampling, counts: &counts, end_ids: &[4], position: 9, output_len }
+                .adjust(&mut logits);
             assert_eq!(logits, want, "{sampling:?}");
         };
         let s = Sampling::default;
@@ -455,7 +456,7 @@ mod tests {
         for temperature in [0.0, 1.0] {
             let sampling =
                 Sampling { temperature, logit_bias: [0, 1, 3].map(|id| (id, f32::NEG_INFINITY)).to_vec(), ..s() };
-            let choice = Choice { sampling: &sampling, counts: &counts, end_ids: &[], position: 3, output_len: 0 };
+            let choice = Sampler { sampling: &sampling, counts: &counts, end_ids: &[], position: 3, output_len: 0 };
             assert_eq!(choice.choose(&mut [9.0, 1.0, -50.0, 2.0]), 2, "the one that is left");
         }
         for ok in [0.0, f32::MIN_POSITIVE, 1e-9, 1.0, f32::MAX] {

@@ -2,7 +2,7 @@
 //!
 //! `Sequence::accept` is the reference arm of `Step::Accept`; on the GPU the same state lives in device memory and
 //! kernels/sample.cu advances it. All lengths are in tokens.
-use super::sample::{Choice, Counts, Sampling};
+use super::sample::{Counts, Sampler, Sampling};
 
 /// What a request asks of the decoder.
 #[derive(Clone, Debug)]
@@ -83,7 +83,7 @@ impl Sequence {
         }
         for (i, row) in logits.chunks_exact_mut(vocab).take(drafts.len() + 1).enumerate() {
             // Earlier tokens of this block are in `counts` already: they were accepted, so they equal the drafts.
-            let token = Choice {
+            let token = Sampler {
                 sampling: &self.sampling,
                 counts: &self.counts,
                 end_ids: &self.limits.end_ids,

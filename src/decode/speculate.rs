@@ -2,9 +2,8 @@
 //!
 //! The text never depends on anything here: every row is sampled with the ordinary sampler and a draft is kept only
 //! where it equals the sample (chain verification by sample matching, see EAGLE-3, arXiv 2503.01840, for the drafter).
-use super::policy::{Costs, Policy};
+use super::policy::{Costs, Policy, MAX_DRAFTS};
 use super::sequence::Record;
-use super::MAX_DRAFTS;
 use std::time::Duration;
 
 /// Drafts for the token after a history of prompt and output, for tests: always right, always wrong, wrong at one
@@ -61,11 +60,11 @@ impl Statistics {
         tried.map(|(tried, accepted)| *accepted as f64 / *tried as f64).collect()
     }
 
-    fn observe(&mut self, pass: &Pass, record: &Record) {
+    fn observe(&mut self, cycle: &Cycle, record: &Record) {
         self.cycles += 1;
         self.tokens += record.tokens.len() as u64;
-        self.eagle_cycles += (pass.source == Source::Eagle) as u64;
-        self.ngram_cycles += (pass.source == Source::Ngram) as u64;
+        self.eagle_cycles += (cycle.source == Source::Eagle) as u64;
+        self.ngram_cycles += (cycle.source == Source::Ngram) as u64;
         self.histogram[record.tokens.len().saturating_sub(1).min(MAX_DRAFTS)] += 1;
         // Row i tests draft i; rows behind the last token were not looked at.
         for i in 0..record.drafted.min(record.tokens.len()) {
@@ -84,9 +83,9 @@ pub(super) enum Source {
     Script,
 }
 
-/// A verify pass, from the host's side.
+/// A verify pass and what made its drafts, from the host's side.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Pass {
+pub(super) struct Cycle {
     pub source: Source,
     /// Drafts that it verifies.
     pub drafts: usize,
@@ -94,8 +93,8 @@ pub(super) struct Pass {
     pub drafted: usize,
 }
 
-impl Pass {
-    pub const PLAIN: Pass = Pass { source: Source::Plain, drafts: 0, drafted: 0 };
+impl Cycle {
+    pub const PLAIN: Cycle = Cycle { source: Source::Plain, drafts: 0, drafted: 0 };
 }
 
 /// What may be queued behind a verify pass before its record is read.
@@ -170,34 +169,34 @@ impl Speculation {
 
     /// The next verify pass when no draft pass is queued: the drafts to verify, scripted ones by value. `history` is
     /// prompt and output.
-    pub fn next(&mut self, record: &Record, room: usize, history: &[&[u32]]) -> (Pass, Option<Vec<u32>>) {
+    pub fn next(&mut self, record: &Record, room: usize, history: &[&[u32]]) -> (Cycle, Option<Vec<u32>>) {
         if let Some(script) = &mut self.drafting.script {
             let most = self.script.choose(&self.costs, room).drafts;
             let mut drafts = script(&history.concat());
             drafts.truncate(most);
             let source = if drafts.is_empty() { Source::Plain } else { Source::Script };
-            return (Pass { source, drafts: drafts.len(), drafted: 0 }, Some(drafts));
+            return (Cycle { source, drafts: drafts.len(), drafted: 0 }, Some(drafts));
         }
         let most = if self.drafting.ngram { self.ngram.choose(&self.costs, room).drafts } else { 0 };
         match most.min(record.ngram) {
-            0 => (Pass::PLAIN, None),
-            drafts => (Pass { source: Source::Ngram, drafts, drafted: 0 }, None),
+            0 => (Cycle::PLAIN, None),
+            drafts => (Cycle { source: Source::Ngram, drafts, drafted: 0 }, None),
         }
     }
 
     /// What a pass did. `time` is from record to record: the draft pass before it, if any, and the pass. None for the
     /// first pass of an answer, which also waited for the prompt.
-    pub fn observe(&mut self, pass: &Pass, record: &Record, time: Option<Duration>) {
+    pub fn observe(&mut self, cycle: &Cycle, record: &Record, time: Option<Duration>) {
         self.matched = record.ngram > 0;
-        self.statistics.observe(pass, record);
+        self.statistics.observe(cycle, record);
         let ms = time.map(|t| t.as_secs_f64() * 1e3);
         if let Some(ms) = ms {
-            let (draft, verify) = (self.costs.drafting(pass.drafted), self.costs.verify[pass.drafts]);
+            let (draft, verify) = (self.costs.drafting(cycle.drafted), self.costs.verify[cycle.drafts]);
             self.statistics.draft_ms += ms * draft / (draft + verify);
             self.statistics.verify_ms += ms * verify / (draft + verify);
         }
         self.seen[0] += 1;
-        if pass.source == Source::Eagle {
+        if cycle.source == Source::Eagle {
             self.seen[1] += 1;
             self.seen[2] += record.accepted as u64;
         }
@@ -208,13 +207,13 @@ impl Speculation {
         for (source, policy) in
             [(Source::Eagle, &mut self.eagle), (Source::Ngram, &mut self.ngram), (Source::Script, &mut self.script)]
         {
-            match pass.source == source {
+            match cycle.source == source {
                 true => policy.observe(record.drafted, record.accepted),
                 false => policy.rest(record.tokens.len()),
             }
         }
         if let Some(ms) = ms {
-            self.costs.observe(pass.drafted, pass.drafts, ms);
+            self.costs.observe(cycle.drafted, cycle.drafts, ms);
         }
     }
 

@@ -72,17 +72,6 @@ impl Backend for Fake {
     fn set_drafts(&mut self, _: &[u32]) -> Result<()> {
         bail!("no drafter")
     }
-    fn time_verify(&mut self, _width: usize, _depth: usize, _n: usize) -> Result<Vec<f64>> {
-        unimplemented!("not timed")
-    }
-
-    fn profile(&mut self, _depth: usize) -> Result<Vec<crate::decode::StepTime>> {
-        unimplemented!("not timed")
-    }
-
-    fn measure(&mut self) -> Result<Costs> {
-        bail!("no drafter")
-    }
     fn record(&mut self) -> Result<Record> {
         Ok(self.records.pop_front().unwrap())
     }
@@ -94,6 +83,20 @@ impl Backend for Fake {
     }
     fn counters(&self) -> Counters {
         Counters::default()
+    }
+}
+
+impl Probe for Fake {
+    fn measure(&mut self) -> Result<Costs> {
+        bail!("no drafter")
+    }
+
+    fn time_verify(&mut self, _width: usize, _depth: usize, _n: usize) -> Result<Vec<f64>> {
+        unimplemented!("not timed")
+    }
+
+    fn profile(&mut self, _depth: usize) -> Result<Vec<crate::decode::StepTime>> {
+        unimplemented!("not timed")
     }
 }
 

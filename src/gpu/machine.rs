@@ -15,7 +15,7 @@ use super::params::*;
 use super::ranks::link::Link;
 use super::weights::{Alias, Layout, Source};
 use crate::decode::policy::Costs;
-use crate::decode::{Backend, Counters, End, Limits, Record, Sampling, StepTime, MAX_DRAFTS};
+use crate::decode::{Backend, Counters, End, Limits, Probe, Record, Sampling, StepTime, MAX_DRAFTS};
 use crate::error::{internal, machine};
 use crate::model::config::Config;
 use crate::model::draft::DraftModel;
@@ -732,6 +732,17 @@ impl Backend for Machine {
         self.set_state(&state)
     }
 
+    fn truncate(&mut self, _n: usize) -> Result<()> {
+        // The next `begin` writes the whole state; rows behind it are overwritten before they are read.
+        self.settle()
+    }
+
+    fn counters(&self) -> Counters {
+        self.counters
+    }
+}
+
+impl Probe for Machine {
     fn measure(&mut self) -> Result<Costs> {
         self.time_widths()
     }
@@ -746,14 +757,5 @@ impl Backend for Machine {
 
     fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>> {
         self.time_kinds(depth)
-    }
-
-    fn truncate(&mut self, _n: usize) -> Result<()> {
-        // The next `begin` writes the whole state; rows behind it are overwritten before they are read.
-        self.settle()
-    }
-
-    fn counters(&self) -> Counters {
-        self.counters
     }
 }

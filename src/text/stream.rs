@@ -2,7 +2,8 @@
 //! `TextStream` is what the engine uses; `Utf8Stream` and `StopStream` are its two halves, free of any tokenizer.
 //! What is shown does not depend on how the ids were grouped: verify blocks of any size give the same text.
 
-use super::Tokenizer;
+use super::bytes::strip_once;
+use super::tokenizer::Tokenizer;
 use anyhow::{ensure, Result};
 
 /// Shows the ids of one answer. Special tokens (the text of EOS among them) are hidden unless asked for.
@@ -72,15 +73,6 @@ impl<'a> TextStream<'a> {
         }
         self.stop.finish() + &self.utf8.finish()
     }
-}
-
-/// The bytes without the one leading space that some decoders drop at the start of a text; `pending` says whether it is
-/// due.
-pub(super) fn strip_once<'b>(bytes: &'b [u8], pending: &mut bool) -> &'b [u8] {
-    if bytes.is_empty() || !std::mem::take(pending) {
-        return bytes;
-    }
-    bytes.strip_prefix(b" ").unwrap_or(bytes)
 }
 
 /// Bytes in, text out as soon as a character is complete. Invalid bytes become U+FFFD exactly as in

@@ -2,7 +2,7 @@
 //! its bytes in base64 and its rank. A word becomes the token that it is, or else its bytes, of which the two
 //! neighbours whose union has the lowest rank are joined, the leftmost first, as long as there are such. Which words a
 //! text has is said by a pattern that is not in the file.
-use super::tokenizer::byte_characters;
+use super::bytes::byte_characters;
 use anyhow::{bail, ensure, Context, Result};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value as Json};

@@ -3,10 +3,10 @@
 //! surrounds it: which BOS is written, which parts of a chat may become control tokens, and the raw bytes of each
 //! token. Rendering is in template.rs, streaming in stream.rs.
 
+use super::bytes::{byte_characters, strip_once};
 use super::shield::shield;
-use super::stream::strip_once;
+use super::template::{ChatOptions, ChatTemplate, Message};
 use super::tiktoken::{self, Tiktoken, Vocabulary, KIMI_ENDS, KIMI_WORDS};
-use super::{ChatOptions, ChatTemplate, Message};
 use anyhow::{anyhow, bail, ensure, Context, Result};
 use serde::Deserialize;
 use serde_json::{Map, Value as Json};
@@ -420,17 +420,6 @@ impl Spelling {
             }
         }
     }
-}
-
-/// GPT-2's table: printable Latin-1 bytes stand for themselves, the other 68 are U+0100 onwards, in order.
-pub(super) fn byte_characters() -> HashMap<char, u8> {
-    let mut others = '\u{100}'..;
-    (0..=255u8)
-        .map(|byte| match byte {
-            b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff => (char::from(byte), byte),
-            _ => (others.next().expect("68 of them"), byte),
-        })
-        .collect()
 }
 
 /// A JSON object beside tokenizer.json; empty if there is no such file.

@@ -10,7 +10,7 @@ use super::link::Link;
 use super::rendezvous::{self, Rendezvous, Threads};
 use super::settle::{settle, Collectives, Found};
 use crate::decode::policy::Costs;
-use crate::decode::{Backend, Counters, Limits, Record, Sampling, StepTime};
+use crate::decode::{Backend, Counters, Limits, Probe, Record, Sampling, StepTime};
 use crate::error::{self, internal, machine};
 use crate::gpu::cuda;
 use crate::gpu::device::Gpu;
@@ -414,22 +414,6 @@ impl Backend for Conductor {
         self.all("draft", move |machine| machine.set_drafts(&drafts))
     }
 
-    fn measure(&mut self) -> Result<Costs> {
-        self.all("measure", |machine| machine.measure())
-    }
-
-    fn time_verify(&mut self, width: usize, depth: usize, n: usize) -> Result<Vec<f64>> {
-        self.all("time", move |machine| machine.time_verify(width, depth, n))
-    }
-
-    fn experts_used(&mut self, width: usize, depth: usize) -> Result<Option<f64>> {
-        self.all("time", move |machine| machine.experts_used(width, depth))
-    }
-
-    fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>> {
-        self.all("profile", move |machine| machine.profile(depth))
-    }
-
     fn record(&mut self) -> Result<Record> {
         let record = self.on_first("verify", is_fatal, |machine| machine.record());
         let expected = record.as_ref().ok().cloned();
@@ -451,6 +435,24 @@ impl Backend for Conductor {
 
     fn counters(&self) -> Counters {
         self.first().counters()
+    }
+}
+
+impl Probe for Conductor {
+    fn measure(&mut self) -> Result<Costs> {
+        self.all("measure", |machine| machine.measure())
+    }
+
+    fn time_verify(&mut self, width: usize, depth: usize, n: usize) -> Result<Vec<f64>> {
+        self.all("time", move |machine| machine.time_verify(width, depth, n))
+    }
+
+    fn experts_used(&mut self, width: usize, depth: usize) -> Result<Option<f64>> {
+        self.all("time", move |machine| machine.experts_used(width, depth))
+    }
+
+    fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>> {
+        self.all("profile", move |machine| machine.profile(depth))
     }
 }
 
