@@ -14,6 +14,8 @@ mod quantised;
 #[path = "support/ranks.rs"]
 mod ranks;
 mod support;
+#[path = "support/watching.rs"]
+mod watching;
 
 use anyhow::ensure;
 use drafter::{latent_draft_model, tiny_llama_drafter};
@@ -48,6 +50,7 @@ use volley::model::draft::DraftModel;
 use volley::model::plan::{Owner, Pass};
 use volley::model::table::Table;
 use volley::text::Message;
+use watching::refusing;
 
 /// Logits may be off f32 by this much of what transformers' own bf16 run is off.
 const BF16_SHARE: f32 = 1.5;
@@ -65,7 +68,7 @@ const SCHEMES: [Option<Scheme>; 4] =
 fn tiny_models_compute_what_the_reference_computes() {
     let Some(gpu) = gpu() else { return };
     for name in TINY.into_iter().chain(EXPERTS) {
-        let (mut machine, mut reference) = open(&gpu, &tiny(name), 256, all_graphs);
+        let (mut machine, mut reference) = open(&gpu, &tiny(name), 256);
         let ids = token_ids(256, machine.config().vocab);
         hold(name, check::steps(&mut machine, &mut reference, &ids));
         hold(name, check::sampling(&mut machine, &ids));
@@ -80,7 +83,7 @@ fn few_launches_of_every_kernel() {
     let Some(gpu) = gpu() else { return };
     let (config, weights) = model(&tiny("llama"));
     let drafter = Some(tiny_llama_drafter(&config, &weights, true));
-    let options = Options { context: 256, drafter, ngram: true, require_graphs: true, fail_capture: all_graphs };
+    let options = Options { context: 256, drafter, ngram: true, require_graphs: true };
     let mut machine =
         Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     let ids = token_ids(check::STEP_ROWS, 512);
@@ -88,11 +91,11 @@ fn few_launches_of_every_kernel() {
     hold("llama", check::speculation(&mut machine, &ids, 4, true));
     let dir = tempfile::tempdir().unwrap();
     doctor::SHAPES[2].write(dir.path()).unwrap();
-    let (mut machine, mut reference) = open(&gpu, dir.path(), 256, all_graphs);
+    let (mut machine, mut reference) = open(&gpu, dir.path(), 256);
     let ids = token_ids(check::STEP_ROWS, machine.config().vocab);
     hold("heads of 128", check::steps(&mut machine, &mut reference, &ids));
     for name in ["qwen3_moe", "dsv3_fp8", "kimi_k25_int4"] {
-        let (mut machine, mut reference) = open(&gpu, &tiny(name), 256, all_graphs);
+        let (mut machine, mut reference) = open(&gpu, &tiny(name), 256);
         let ids = token_ids(check::STEP_ROWS, machine.config().vocab);
         hold(name, check::steps(&mut machine, &mut reference, &ids));
     }
@@ -102,7 +105,7 @@ fn few_launches_of_every_kernel() {
 fn tiny_models_give_the_same_bits() {
     let Some(gpu) = gpu() else { return };
     for name in TINY.into_iter().chain(EXPERTS) {
-        let mut machine = open(&gpu, &tiny(name), 256, all_graphs).0;
+        let mut machine = open(&gpu, &tiny(name), 256).0;
         let ids = token_ids(256, machine.config().vocab);
         hold(name, check::widths(&mut machine, &ids));
         hold(name, check::chunks(&mut machine, &ids[..130]));
@@ -149,7 +152,7 @@ fn tiny_models_are_as_near_to_f32_as_bf16_allows() {
         for &count in counts {
             let name = format!("{name} on {count} ranks");
             let found = match count {
-                1 => forced(&mut open(&gpu, &dir, 256, all_graphs).0, &ids, 0),
+                1 => forced(&mut open(&gpu, &dir, 256).0, &ids, 0),
                 _ => forced_on_ranks(&mut conductor(&dir, count, 256, None), &ids, 0),
             };
             let mut ours = Errors::default();
@@ -181,7 +184,7 @@ fn quantised_models_are_as_near_to_f32_as_bf16_allows() {
         let golden: Vec<f32> =
             golden.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
         let deviation = (golden.iter().map(|x| x * x).sum::<f32>() / golden.len() as f32).sqrt();
-        let found = forced(&mut open(&gpu, &tiny(name), 256, all_graphs).0, &ids, 0);
+        let found = forced(&mut open(&gpu, &tiny(name), 256).0, &ids, 0);
         let errors = Errors(found.iter().zip(&golden).map(|(a, b)| (a - b).abs()).collect());
         assert_eq!(found.len(), golden.len());
         within(name, &errors, 0.0144 * deviation, 0.1 * deviation);
@@ -263,7 +266,7 @@ fn drafts_of_models_with_experts_change_no_text() {
                 .map(|whole| whole.truncate((0..config.vocab as u32).filter(|id| id % 4 != 1).collect()).unwrap());
         }
         let ids = token_ids(256, config.vocab);
-        let options = Options { context: 256, drafter, ngram: true, require_graphs: true, fail_capture: all_graphs };
+        let options = Options { context: 256, drafter, ngram: true, require_graphs: true };
         let mut machine =
             Machine::new(gpu.clone(), config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
         hold(name, check::speculation(&mut machine, &ids, 60, true));
@@ -395,8 +398,8 @@ fn fail(dir: &Path, fault: &'static str) -> (Instant, anyhow::Error) {
     match fault {
         "load" => setup.open = Box::new(|_| Err(error::machine("it fell off the bus"))),
         "capture" => {
-            setup.options.fail_capture =
-                |pass| pass == Pass::Verify { width: 3 } && std::thread::current().name() == Some("rank 1")
+            let refuse = |pass| pass == Pass::Verify { width: 3 };
+            setup.open = Box::new(move |rank| Ok(refusing(&one_more_gpu(rank % gpus())?, refuse)))
         }
         "silent" => setup.collectives.link.fault = Some(Fault { kind: FaultKind::Drop, rank: 1, peer: 0, only: None }),
         _ => setup.collectives.measure = Measure::Anew,
@@ -440,8 +443,7 @@ fn ranks_soak() {
     tiny8().set("vocab_size", 512).set("num_hidden_layers", 3).write(dir.path());
     let (config, weights) = model(dir.path());
     let drafter = Some(tiny_llama_drafter(&config, &weights, true));
-    let options =
-        Options { context: 256, drafter: drafter.clone(), ngram: true, require_graphs: true, fail_capture: all_graphs };
+    let options = Options { context: 256, drafter: drafter.clone(), ngram: true, require_graphs: true };
     let mut machine = Machine::new(gpu.clone(), config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     let text = plain_text(&mut machine).unwrap();
     let one = soak(&mut machine, &text, replays).unwrap();
@@ -631,7 +633,7 @@ fn ranks_end_in_time() {
 #[test]
 fn smollm2_is_as_near_to_f32_as_bf16_allows() {
     let (Some(gpu), Some(dir)) = (gpu(), smollm2()) else { return };
-    let mut machine = open(&gpu, &dir, 1024, all_graphs).0;
+    let mut machine = open(&gpu, &dir, 1024).0;
     near_the_goldens(&dir, &mut |ids, first| forced(&mut machine, ids, first));
 }
 
@@ -669,7 +671,7 @@ fn near_the_goldens(dir: &Path, forced: &mut dyn FnMut(&[u32], usize) -> Vec<f32
 #[test]
 fn smollm2_holds_every_check() {
     let (Some(gpu), Some(dir)) = (gpu(), smollm2()) else { return };
-    let (mut machine, mut reference) = open(&gpu, &dir, 2400, all_graphs);
+    let (mut machine, mut reference) = open(&gpu, &dir, 2400);
     let ids = token_ids(2400, machine.config().vocab);
     hold("SmolLM2", check::steps(&mut machine, &mut reference, &ids));
     hold("SmolLM2", check::widths(&mut machine, &ids));
@@ -722,12 +724,13 @@ fn tiny_models_answer_without_graphs() {
     let Some(gpu) = gpu() else { return };
     let dir = tiny("llama");
     let sampling = Sampling { temperature: 0.8, top_k: 40, seed: 3, ..Sampling::default() };
-    let answer = |fail: fn(Pass) -> bool| {
-        let mut engine = Engine::new(Box::new(open(&gpu, &dir, 256, fail).0), Drafting::default()).unwrap();
+    let answer = |refuse: fn(Pass) -> bool| {
+        let machine = open(&refusing(&gpu, refuse), &dir, 256).0;
+        let mut engine = Engine::new(Box::new(machine), Drafting::default()).unwrap();
         let request = Request { prompt: &token_ids(30, 512), sampling: &sampling, end_ids: &[], max_tokens: Some(64) };
         (engine.generate(&request, &mut |_: Event| Flow::Go).unwrap().tokens, engine.counters().eager)
     };
-    let (expected, eager) = answer(all_graphs);
+    let (expected, eager) = answer(|_| false);
     assert_eq!((expected.len(), eager), (64, 0));
     assert_eq!(answer(|pass| pass == Pass::Verify { width: 1 }).0, expected);
     assert!(answer(|pass| pass == Pass::Verify { width: 1 }).1 >= 64);
@@ -737,14 +740,9 @@ fn tiny_models_answer_without_graphs() {
     assert!(tokens == expected && eager >= 65, "{eager}");
 
     let (config, weights) = model(&dir);
-    let options = Options {
-        context: 256,
-        drafter: None,
-        ngram: false,
-        require_graphs: true,
-        fail_capture: |pass| pass == Pass::Verify { width: 3 },
-    };
-    let refused = Machine::new(gpu.clone(), config, Source::Checkpoint(&weights), options, &mut |_, _| {});
+    let options = Options { context: 256, drafter: None, ngram: false, require_graphs: true };
+    let without = refusing(&gpu, |pass| pass == Pass::Verify { width: 3 });
+    let refused = Machine::new(without, config, Source::Checkpoint(&weights), options, &mut |_, _| {});
     let refused = refused.err().expect("a graph that must be there and is not is an error");
     assert_eq!(error::exit_code(&refused), error::MACHINE);
     assert!(format!("{refused:#}").contains("Verify { width: 3 }"), "{refused}");
@@ -753,7 +751,7 @@ fn tiny_models_answer_without_graphs() {
     // more).
     if !under_shim() {
         assert!(gpu.capture(|| gpu.synchronize()).is_err(), "waiting inside a capture is an error");
-        assert_eq!(answer(all_graphs).0, expected);
+        assert_eq!(answer(|_| false).0, expected);
     }
 }
 
@@ -776,7 +774,7 @@ fn tiny_models_end_with_the_context() {
             drafts.iter_mut().skip(*wrong).take(1).for_each(|draft| *draft = (*draft + 1) % 512);
             drafts
         };
-        let machine = open(&gpu, &tiny(name), 256, all_graphs).0;
+        let machine = open(&gpu, &tiny(name), 256).0;
         let mut engine =
             Engine::new(Box::new(machine), Drafting { script: Some(Box::new(script)), ..Drafting::default() }).unwrap();
         let mut generate = || {
@@ -864,8 +862,7 @@ fn smollm2_drafter_is_as_near_to_f32_as_bf16_allows() {
     let (config, weights) = model(&dir);
     let drafter = DraftModel::open(Path::new(DRAFTER), &config, &weights, None, Read::Mmap).unwrap();
     let map = drafter.map.clone().unwrap();
-    let options =
-        Options { context: 1024, drafter: Some(drafter), ngram: false, require_graphs: true, fail_capture: all_graphs };
+    let options = Options { context: 1024, drafter: Some(drafter), ngram: false, require_graphs: true };
     let mut machine = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     for (name, golden) in goldens {
         let text = SmolGolden::all(&dir).into_iter().find(|golden| golden.name == name).unwrap();
@@ -901,7 +898,7 @@ fn smollm2_useless_drafts_cost_little() {
     let (Some(gpu), Some(dir)) = (gpu(), smollm2()) else { return };
     let (config, weights) = model(&dir);
     let machine = |drafter: Option<DraftModel>, ngram: bool| {
-        let options = Options { context: 2048, drafter, ngram, require_graphs: true, fail_capture: all_graphs };
+        let options = Options { context: 2048, drafter, ngram, require_graphs: true };
         Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap()
     };
     // The share of the time that tokens take without drafts, behind 64 rounds of the first answer.
@@ -942,8 +939,7 @@ fn smollm2_cycle_has_no_gap() {
     let (Some(gpu), Some(dir)) = (gpu(), smollm2()) else { return };
     let (config, weights) = model(&dir);
     let drafter = DraftModel::open(Path::new(DRAFTER), &config, &weights, None, Read::Mmap).unwrap();
-    let options =
-        Options { context: 2048, drafter: Some(drafter), ngram: false, require_graphs: true, fail_capture: all_graphs };
+    let options = Options { context: 2048, drafter: Some(drafter), ngram: false, require_graphs: true };
     let mut machine = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     let [apart, one] = machine.time_cycle(4, 3, 101).unwrap();
     println!(
@@ -1049,10 +1045,6 @@ fn under_shim() -> bool {
     std::env::var_os("VOLLEY_SHIM").is_some()
 }
 
-fn all_graphs(_: Pass) -> bool {
-    false
-}
-
 fn tiny(name: &str) -> PathBuf {
     Path::new("tests/data/tiny").join(name)
 }
@@ -1108,9 +1100,9 @@ fn model(dir: &Path) -> (Config, volley::model::weights::Weights) {
     (config, weights)
 }
 
-fn open(gpu: &Gpu, dir: &Path, context: usize, fail_capture: fn(Pass) -> bool) -> (Machine, Reference) {
+fn open(gpu: &Gpu, dir: &Path, context: usize) -> (Machine, Reference) {
     let (config, weights) = model(dir);
-    let options = Options { context, drafter: None, ngram: false, require_graphs: false, fail_capture };
+    let options = Options { context, drafter: None, ngram: false, require_graphs: false };
     let machine =
         Machine::new(gpu.clone(), config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     (machine, Reference::new(config, weights, context, None, false).unwrap())
@@ -1120,7 +1112,7 @@ fn open(gpu: &Gpu, dir: &Path, context: usize, fail_capture: fn(Pass) -> bool) -
 fn random(gpu: &Gpu, shape: &str, n_layers: Option<usize>, context: usize) -> Machine {
     let mut config = Config::open(&Path::new("tests/shapes").join(shape)).unwrap();
     config.n_layers = n_layers.unwrap_or(config.n_layers);
-    let options = Options { context, drafter: None, ngram: false, require_graphs: true, fail_capture: all_graphs };
+    let options = Options { context, drafter: None, ngram: false, require_graphs: true };
     Machine::new(gpu.clone(), config, Source::Random(1), options, &mut |_, _| {}).unwrap()
 }
 

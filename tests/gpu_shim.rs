@@ -10,6 +10,8 @@ mod quantised;
 #[path = "support/shim.rs"]
 mod shim;
 mod support;
+#[path = "support/watching.rs"]
+mod watching;
 
 use drafter::{latent_draft_model, tiny_llama_drafter, whole_llama_drafter};
 use experts::write_tiny8;
@@ -35,6 +37,7 @@ use volley::model::draft::DraftModel;
 use volley::model::plan::{self, Owner, Pass, Ranks, Step};
 use volley::model::table::Table;
 use volley::model::weights::Weights;
+use watching::{last_graphs, refusing, watched};
 
 fn model(name: &str) -> (Config, Weights) {
     open(&Path::new("tests/data/tiny").join(name))
@@ -48,15 +51,16 @@ fn open(dir: &Path) -> (Config, Weights) {
     (config, weights)
 }
 
-fn machine_with(name: &str, fail_capture: fn(Pass) -> bool) -> Machine {
+/// Without the graphs of some passes.
+fn machine_without(name: &str, refuse: fn(Pass) -> bool) -> Machine {
     let (config, weights) = model(name);
-    let gpu = shim::gpu();
-    let options = Options { context: 200, drafter: None, ngram: false, require_graphs: false, fail_capture };
+    let gpu = refusing(&shim::gpu(), refuse);
+    let options = Options { context: 200, drafter: None, ngram: false, require_graphs: false };
     Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap()
 }
 
 fn machine(name: &str) -> Machine {
-    machine_with(name, |_| false)
+    machine_without(name, |_| false)
 }
 
 fn reference(name: &str) -> Reference {
@@ -168,7 +172,7 @@ fn llama() {
 
     // O20: a capture that fails costs graphs, not tokens. An end token ends there.
     let (eager, finish, counters) =
-        answer(machine_with("llama", |pass| pass == Pass::Verify { width: 1 }), &sampling, &[tokens[4]], 6);
+        answer(machine_without("llama", |pass| pass == Pass::Verify { width: 1 }), &sampling, &[tokens[4]], 6);
     let n = 1 + tokens.iter().position(|t| *t == tokens[4]).unwrap();
     assert_eq!((&eager[..], finish), (&tokens[..n], Finish::Eos(tokens[4])));
     assert!(counters.eager >= n as u64, "{counters:?}");
@@ -228,8 +232,7 @@ fn a_slice_computes_alone() {
     let tokens: Vec<u32> = prompt(20).into_iter().map(|id| id % config.vocab as u32).collect();
     let run = |source: Source, comm_us| {
         let gpu = shim::gpu();
-        let options =
-            Options { context: 200, drafter: None, ngram: false, require_graphs: true, fail_capture: |_| false };
+        let options = Options { context: 200, drafter: None, ngram: false, require_graphs: true };
         let slice = Slice { ranks: Ranks::new(1, 2), comm_us };
         let mut m = Machine::slice(gpu, slice, config.clone(), source, options, &mut |_, _| {}).unwrap();
         let took = m.time_verify(4, 100, 3).unwrap();
@@ -259,7 +262,7 @@ fn a_slice_computes_alone() {
 
 fn machine_of(dir: &Path, fp8_dense: bool) -> Machine {
     let (config, weights) = open(dir);
-    let options = Options { context: 200, drafter: None, ngram: false, require_graphs: false, fail_capture: |_| false };
+    let options = Options { context: 200, drafter: None, ngram: false, require_graphs: false };
     let config = Config { fp8_dense, ..config };
     Machine::new(shim::gpu(), config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap()
 }
@@ -323,14 +326,8 @@ fn shares_of_large_models() {
 #[test]
 fn o20_require_graphs_refuses() {
     let (config, weights) = model("llama");
-    let gpu = shim::gpu();
-    let options = Options {
-        context: 200,
-        drafter: None,
-        ngram: false,
-        require_graphs: true,
-        fail_capture: |pass| pass == Pass::Prefill { rows: 64 },
-    };
+    let gpu = refusing(&shim::gpu(), |pass| pass == Pass::Prefill { rows: 64 });
+    let options = Options { context: 200, drafter: None, ngram: false, require_graphs: true };
     let error = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).err().unwrap();
     assert!(format!("{error:#}").contains("Prefill { rows: 64 }"), "{error:#}");
 }
@@ -340,7 +337,7 @@ fn o20_require_graphs_refuses() {
 fn o20_one_warning_names_the_graph() {
     const INNER: &str = "VOLLEY_TEST_WITHOUT_GRAPHS";
     if std::env::var_os(INNER).is_some() {
-        machine_with("llama", |pass| matches!(pass, Pass::Verify { width: 3 } | Pass::Prefill { rows: 64 }));
+        machine_without("llama", |pass| matches!(pass, Pass::Verify { width: 3 } | Pass::Prefill { rows: 64 }));
         return;
     }
     let mut inner = Command::new(std::env::current_exe().unwrap());
@@ -361,7 +358,7 @@ fn o20_a_cycle_is_two_graphs() {
     let (config, weights) = model("llama");
     let driver = Rc::new(Shim::open(shim::library()).unwrap());
     let drafter = Some(tiny_llama_drafter(&config, &weights, true));
-    let options = Options { context: 200, drafter, ngram: true, require_graphs: true, fail_capture: |_| false };
+    let options = Options { context: 200, drafter, ngram: true, require_graphs: true };
     let mut m =
         Machine::new(Gpu::new(driver.clone()), config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     let tokens = prompt(10);
@@ -380,6 +377,27 @@ fn o20_a_cycle_is_two_graphs() {
     }
 }
 
+/// What a graph launches is the list that was lowered for it, as long as that: of every pass, choice and context bucket.
+#[test]
+fn graphs_are_their_lists() {
+    let with_drafter = |name: &str, mtp| {
+        let (config, weights) = model(name);
+        let drafter = match mtp {
+            None => tiny_llama_drafter(&config, &weights, true),
+            Some(mtp) => latent_draft_model(&Path::new("tests/data/tiny").join(name), &config, &weights, mtp),
+        };
+        let options = Options { context: 3000, drafter: Some(drafter), ngram: true, require_graphs: true };
+        let gpu = watched(&shim::gpu());
+        Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap()
+    };
+    for (name, mtp) in [("llama", None), ("dsv3_mtp", Some(true)), ("kimi_k25_int4", Some(false))] {
+        let lists = with_drafter(name, mtp).lists().unwrap();
+        let listed: Vec<usize> = lists.iter().map(|(_, ops)| ops.len()).collect();
+        assert!(lists.len() > 50, "{name}: {} graphs", lists.len());
+        assert_eq!(last_graphs(lists.len()), listed, "{name}: {:?}", lists.iter().map(|l| l.0).collect::<Vec<_>>());
+    }
+}
+
 /// What `volley doctor` checks, on one of the models that it makes: biases, heads of 128, sizes that do not divide
 /// evenly. A reference that computes something else must fail, at the first step where that shows.
 #[test]
@@ -389,7 +407,7 @@ fn checks_of_doctor_hold_and_can_fail() {
     let (config, weights) = open(dir.path());
     let ids = token_ids(check::STEP_ROWS, config.vocab);
     let gpu = shim::gpu();
-    let options = Options { context: 200, drafter: None, ngram: false, require_graphs: true, fail_capture: |_| false };
+    let options = Options { context: 200, drafter: None, ngram: false, require_graphs: true };
     let mut m = Machine::new(gpu, config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     let hold = |held: anyhow::Result<String>| println!("{}", held.unwrap_or_else(|e| panic!("{e:#}")));
     hold(check::widths(&mut m, &ids[..72]));
@@ -441,8 +459,7 @@ fn drafters_compute_what_the_reference_computes() {
         let (config, weights) = model(name);
         let drafter = || Some(draft_model(case, name, &config, &weights));
         let gpu = shim::gpu();
-        let options =
-            Options { context: 200, drafter: drafter(), ngram: true, require_graphs: false, fail_capture: |_| false };
+        let options = Options { context: 200, drafter: drafter(), ngram: true, require_graphs: false };
         let mut m = Machine::new(gpu, config.clone(), Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
         let (drafter, again) = (drafter(), model(name));
         let mut r = Reference::new(again.0, again.1, 200, drafter, false).unwrap();
@@ -507,7 +524,7 @@ fn drafts_of_models_with_experts_do_not_change_the_text() {
         let drafter = Some(latent_draft_model(&Path::new("tests/data/tiny").join(name), &config, &weights, mtp));
         let gpu = shim::gpu();
         let ids = token_ids(40, config.vocab);
-        let options = Options { context: 200, drafter, ngram: true, require_graphs: true, fail_capture: |_| false };
+        let options = Options { context: 200, drafter, ngram: true, require_graphs: true };
         let mut m = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
         println!("{name}: {}", check::speculation(&mut m, &ids, 8, true).unwrap_or_else(|e| panic!("{name}: {e:#}")));
     }
@@ -518,7 +535,7 @@ fn drafts_change_the_passes_and_not_the_text() {
     let (config, weights) = model("llama");
     let gpu = shim::gpu();
     let drafter = Some(tiny_llama_drafter(&config, &weights, true));
-    let options = Options { context: 200, drafter, ngram: true, require_graphs: false, fail_capture: |_| false };
+    let options = Options { context: 200, drafter, ngram: true, require_graphs: false };
     let mut m = Machine::new(gpu, config, Source::Checkpoint(&weights), options, &mut |_, _| {}).unwrap();
     for sampling in [Sampling::default(), Sampling { temperature: 0.8, seed: 5, ..Sampling::default() }] {
         let (plain, _) = cycles(&mut m, &sampling, 0, false, 12);

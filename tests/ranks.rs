@@ -12,6 +12,8 @@ mod ranks;
 #[path = "support/shim.rs"]
 mod shim;
 mod support;
+#[path = "support/watching.rs"]
+mod watching;
 
 use drafter::{latent_draft_model, tiny_llama_drafter};
 use experts::write_tiny8;
@@ -38,6 +40,7 @@ use volley::model::draft::DraftModel;
 use volley::model::plan::{Pass, Ranks, Step};
 use volley::model::table::Table;
 use volley::model::weights::{vocab_rows, Slice};
+use watching::{last_graphs, refusing, watched};
 
 fn reference(dir: &Path, count: usize) -> Reference {
     reference_of(dir, Ranks::new(count - 1, count))
@@ -236,7 +239,14 @@ fn two_ranks_hold_every_check() {
     let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     tiny8().write(dir.path());
-    let mut conductor = conductor(dir.path(), 2);
+    let seen = Setup { open: Box::new(|_| Ok(watched(&shim::gpu()))), ..setup(dir.path(), 2) };
+    let mut conductor = Conductor::new(seen, watched(&shim::gpu()), &mut |_, _| {}).unwrap();
+    // What a graph launches is the list that was lowered for it, as long as that; tuning has captured before.
+    let graphs = conductor.each("check", |machine| {
+        let listed: Vec<usize> = machine.lists()?.iter().map(|(_, ops)| ops.len()).collect();
+        Ok((last_graphs(listed.len()), listed))
+    });
+    graphs.unwrap().into_iter().for_each(|(captured, listed)| assert_eq!(captured, listed));
     compute_alike("tiny8", &mut conductor, dir.path());
     let hold = |held: anyhow::Result<Vec<String>>| println!("{}", held.unwrap_or_else(|e| panic!("{e:#}"))[0]);
     hold(conductor.each("check", |m| check::widths(m, &ids(72))));
@@ -468,9 +478,10 @@ fn o22_one_rank_fails() {
     check(error, &["rank 0 (GPU 0), load", "no data from rank 1", "layers.0.o"], start);
     let start = Instant::now();
     let mut refused = setup(dir.path(), 2);
-    refused.options.fail_capture = |pass| pass == Pass::Verify { width: 3 };
+    let gpu = || refusing(&shim::gpu(), |pass| pass == Pass::Verify { width: 3 });
+    refused.open = Box::new(move |_| Ok(gpu()));
     check(
-        Conductor::new(refused, shim::gpu(), &mut |_, _| {}).err().unwrap(),
+        Conductor::new(refused, gpu(), &mut |_, _| {}).err().unwrap(),
         &["(GPU 0), load", "capture", "Verify { width: 3 }"],
         start,
     );

@@ -229,8 +229,7 @@ fn open(gpu: &Gpu, gpus: &[usize], dir: &Path, options: &ModelOptions) -> Result
     let drafter = open_drafter(options, &draft, &table, &config, Some((&weights, &checkpoint)), None)?;
     let has_drafter = drafter.is_some();
     let context = options.context.unwrap_or(CONTEXT).min(config.context);
-    let machine_options =
-        Options { context, drafter, ngram: true, require_graphs: options.require_graphs, fail_capture: |_| false };
+    let machine_options = Options { context, drafter, ngram: true, require_graphs: options.require_graphs };
     let running = if gpus.len() > 1 {
         let mut setup = setup(options, gpus.to_vec(), config, Some(weights), machine_options);
         setup.collectives.measure = Measure::Anew;

@@ -276,6 +276,7 @@ fn conduct(
         }
         tell_memory(conductor.first());
     }
+    tell_launches(options, conductor.first())?;
     Ok(conductor)
 }
 
@@ -298,6 +299,7 @@ fn machine(
     if options.verbose > 0 {
         tell_memory(&machine);
     }
+    tell_launches(options, &machine)?;
     Ok(machine)
 }
 
@@ -307,7 +309,7 @@ fn machine_options(
     drafter: Option<DraftModel>,
     ngram: bool,
 ) -> machine::Options {
-    machine::Options { context, drafter, ngram, require_graphs: options.require_graphs, fail_capture: |_| false }
+    machine::Options { context, drafter, ngram, require_graphs: options.require_graphs }
 }
 
 /// The CPU's backend, with its weights in memory.
@@ -339,6 +341,14 @@ fn tell_memory(machine: &Machine) {
         t.n_graphs,
         t.capture_ms
     ));
+}
+
+/// With `-vv`: what plain decoding launches for a token.
+fn tell_launches(options: &ModelOptions, machine: &Machine) -> Result<()> {
+    if options.verbose > 1 {
+        tell(format_args!("{}", machine.listing(Pass::Verify { width: 1 })?));
+    }
+    Ok(())
 }
 
 fn model_dir(options: &ModelOptions) -> Result<PathBuf> {

@@ -106,6 +106,11 @@ impl Gpu {
         Gpu { driver, allocations: Rc::default() }
     }
 
+    /// For a driver that stands before this one.
+    pub fn driver(&self) -> Rc<dyn Driver> {
+        self.driver.clone()
+    }
+
     /// How often device or page-locked memory was allocated, by all clones together.
     pub fn allocations(&self) -> usize {
         self.allocations.get()

@@ -2,8 +2,8 @@
 //! while text is made.
 use super::arena::{Cache, Region};
 use super::lower::{Choice, CATCH_UP};
-use super::machine::Machine;
-use super::op::Part;
+use super::machine::{GraphKey, Machine};
+use super::op::{Op, Part};
 use super::params::*;
 use crate::decode::{Backend, Limits, Sampling, MAX_DRAFTS};
 use crate::model::plan::{BufferKind, BufferName, Owner, Pass, Shard, Step, MAX_WIDTH};
@@ -24,6 +24,12 @@ impl Machine {
             self.queue(pass, end)?;
         }
         self.settle()
+    }
+
+    /// What every graph launches, in the order in which they were captured.
+    pub fn lists(&self) -> Result<Vec<(GraphKey, Vec<Op>)>> {
+        let list = |&(pass, chunks, choice): &GraphKey| Ok(((pass, chunks, choice), self.ops(pass, chunks, choice)?));
+        self.graphs.keys().map(list).collect()
     }
 
     /// Every step of a pass but `Accept`, one launch at a time, and its output shown to `observe` once it is complete, as

@@ -16,6 +16,7 @@ pub mod params;
 pub mod probe;
 pub mod ranks;
 pub mod shim;
+mod start;
 mod timing;
 pub mod weights;
 

@@ -17,6 +17,27 @@ pub struct Op {
     pub completes: Vec<usize>,
 }
 
+impl Op {
+    /// A line of a listing: part of `plan`, kernel, grid, threads, edge, and the weights that it reads.
+    pub fn shown(&self, plan: &Plan) -> String {
+        let what = match &self.work {
+            Work::Kernel { kernel, grid: [x, y, z], threads, .. } => {
+                format!("{:32} {x} x {y} x {z} of {threads}, {:?}", kernel.name(), self.edge)
+            }
+            Work::Nccl(call) => format!("NCCL {} of {}", if call.adds { "all-reduce" } else { "all-gather" }, call.n),
+        };
+        let of_all: u64 = self.weights.iter().filter(|span| span.experts == 1).map(|span| span.bytes).sum();
+        let experts = self.weights.iter().filter(|span| span.experts > 1);
+        let of_one: u64 = experts.clone().map(|span| span.bytes).sum();
+        let weights = match (of_all, experts.map(|span| span.experts).max()) {
+            (0, None) => String::new(),
+            (n, None) => format!(", reads {n} B"),
+            (n, Some(experts)) => format!(", reads {n} B and {of_one} B of each chosen expert of {experts}"),
+        };
+        format!("{:26} {what}{weights}", self.part.name(plan))
+    }
+}
+
 /// What of a pass an op belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {

@@ -1,12 +1,11 @@
-//! What passes of a Machine take: how `Backend` measures, and what bench and tests ask beside it. The cache's contents
-//! are lost.
+//! What passes of a Machine take: the trait `Probe`, and what tests ask beside it. The cache's contents are lost.
 use super::device::Graph;
 use super::lower::Choice;
 use super::machine::{Machine, STORAGE};
 use super::op::{Op, Part};
 use super::params::{ExpertWork, State};
 use crate::decode::policy::Costs;
-use crate::decode::{Backend, Limits, Sampling, StepTime, MAX_DRAFTS};
+use crate::decode::{Backend, Limits, Probe, Sampling, StepTime, MAX_DRAFTS};
 use crate::model::plan::{Pass, Step};
 use anyhow::{Context, Result};
 use bytemuck::Zeroable;
@@ -47,9 +46,8 @@ impl Machine {
         events[2..].iter().map(|(start, end)| Ok(start.ms_until(end)? as f64)).collect()
     }
 
-    /// Median microseconds that a verify pass of `width` rows and a draft pass queued behind it take, as
-    /// two graphs and as one graph of both: the difference is what the GPU idles between two graphs more than between
-    /// two kernels.
+    /// Median microseconds that a verify pass of `width` rows and a draft pass queued behind it take, as two graphs and
+    /// as one graph of both: the difference is what the GPU idles between two graphs more than between two kernels.
     pub fn time_cycle(&mut self, width: usize, drafts: usize, n: usize) -> Result<[f64; 2]> {
         self.begin_timing(width, 0)?;
         let passes = [Pass::Verify { width }, Pass::Draft { width: MAX_DRAFTS + 1, drafts }];
@@ -68,12 +66,13 @@ impl Machine {
         };
         Ok([median(self.time_replays(&apart, n)?), median(self.time_replays(&[&both], n)?)])
     }
+}
 
-    /// `Backend::measure`
-    pub(super) fn time_widths(&mut self) -> Result<Costs> {
+impl Probe for Machine {
+    fn measure(&mut self) -> Result<Costs> {
         let mut costs = Costs { verify: [0.0; MAX_DRAFTS + 1], draft: [0.0; MAX_DRAFTS] };
         for width in 1..=MAX_DRAFTS + 1 {
-            let mut times = self.time_passes(width, 0, 9)?;
+            let mut times = self.time_verify(width, 0, 9)?;
             times.sort_by(f64::total_cmp);
             costs.verify[width - 1] = times[4];
         }
@@ -92,8 +91,7 @@ impl Machine {
         Ok(costs)
     }
 
-    /// `Backend::time_verify`
-    pub(super) fn time_passes(&mut self, width: usize, depth: usize, n: usize) -> Result<Vec<f64>> {
+    fn time_verify(&mut self, width: usize, depth: usize, n: usize) -> Result<Vec<f64>> {
         self.begin_timing(width, depth)?;
         let pass = Pass::Verify { width };
         let chunks = self.chunks(pass, depth + width);
@@ -101,8 +99,7 @@ impl Machine {
         self.time_replays(&[graph], n)
     }
 
-    /// `Backend::experts_used`
-    pub(super) fn count_experts(&mut self, width: usize, depth: usize) -> Result<Option<f64>> {
+    fn experts_used(&mut self, width: usize, depth: usize) -> Result<Option<f64>> {
         self.begin_timing(width, depth)?;
         let pass = Pass::Verify { width };
         let plan = self.plan(pass);
@@ -118,8 +115,7 @@ impl Machine {
         Ok((!used.is_empty()).then(|| used.iter().sum::<f64>() / used.len() as f64))
     }
 
-    /// `Backend::profile`
-    pub(super) fn time_kinds(&mut self, depth: usize) -> Result<Vec<StepTime>> {
+    fn profile(&mut self, depth: usize) -> Result<Vec<StepTime>> {
         const RUNS: usize = 30;
         self.begin_timing(1, depth)?;
         let pass = Pass::Verify { width: 1 };

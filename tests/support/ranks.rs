@@ -61,7 +61,7 @@ pub fn setup(
     context: usize,
 ) -> Setup {
     let (config, weights) = open(dir);
-    let options = Options { context, drafter, ngram: true, require_graphs: true, fail_capture: |_| false };
+    let options = Options { context, drafter, ngram: true, require_graphs: true };
     let open = Box::new(move |rank| gpu(rank % gpus));
     Setup {
         gpus: (0..count).map(|rank| rank % gpus).collect(),

@@ -135,7 +135,7 @@ impl Lowering<'_> {
         let routed = if up { m.gate_up } else { m.down };
         let shared = m.shared.as_ref().map(|s| (if up { s.gate_up } else { s.down }, s.dim));
         let kernels = kernels(m, up, matrices[&routed].tiles, shared.map(|(id, _)| matrices[&id].tiles))?;
-        // The shared expert's first: they are worked on while the choice is made, and which of the others is not known.
+        // The shared expert's come first: they are asked for before it is known which of the others are chosen.
         let mut weights = shared.map_or(Vec::new(), |(id, _)| matrices[&id].spans());
         weights.extend(matrices[&routed].spans());
         let params = ExpertParams {

@@ -38,13 +38,14 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    pub(super) fn latent_value(&mut self, step: usize, a: &LatentAttention) -> Result<()> {
+    /// What heads attended to in step number `attend` becomes their values.
+    pub(super) fn latent_value(&mut self, step: usize, attend: usize, a: &LatentAttention) -> Result<()> {
         let rows = self.rows_of(a.out);
         let kernel = KernelId::of(&format!("latent_value_{}", a.dims.kv_rank));
         let kernel = kernel.context("no kernels for these latents")?;
         for (first, n) in slabs(rows) {
             if rows > MAX_WIDTH {
-                self.part = Part::Step(step - 1);
+                self.part = Part::Step(attend);
                 self.attend_slab(a, first, n)?;
                 self.part = Part::Step(step);
             }

@@ -113,8 +113,9 @@ impl Lowering<'_> {
                 return Ok(()); // LatentValue adds up what chunks attended to
             }
             Step::LatentValue(a) => {
-                self.latent_value(i, a)?;
-                completes.insert(0, self.before(i, |step| matches!(step, Step::LatentAttend(_)))?);
+                let attend = self.before(i, |step| matches!(step, Step::LatentAttend(_)))?;
+                self.latent_value(i, attend, a)?;
+                completes.insert(0, attend);
             }
             Step::Router(router) => {
                 self.router(i, router)?;
