@@ -377,7 +377,8 @@ fn o20_a_cycle_is_two_graphs() {
     }
 }
 
-/// What a graph launches is the list that was lowered for it, as long as that: of every pass, choice and context bucket.
+/// What a graph launches is the list that was lowered for it, as long as that: of every pass, choice and context
+/// bucket.
 #[test]
 fn graphs_are_their_lists() {
     let with_drafter = |name: &str, mtp| {

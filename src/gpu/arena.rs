@@ -1,5 +1,5 @@
-//! Where everything that a launch points at lives: plain addresses, so that passes can be lowered without a GPU. Whoever
-//! takes the memory keeps it: Machine of a GPU's, tests of none.
+//! Where everything that a launch points at lives: plain addresses, so that passes can be lowered without a GPU.
+//! Whoever takes the memory keeps it: Machine of a GPU's, tests of none.
 use super::matrix::{Absorbed, Matrix};
 use super::params::{
     attention_chunks, DraftRows, SamplingParams, State, DRAFT_SCRATCH_BYTES, EXPERT_WORK_BYTES, LATENT_CHUNKS,
@@ -69,8 +69,8 @@ pub struct Weights {
     pub vectors: BTreeMap<WeightId, u64>,
 }
 
-/// Rows of a buffer times a norm weight, [rows, dim] bf16, and the sums of squares of each 16 columns, f32. norm_rows of
-/// prefill also leaves 1/rms, [rows] f32.
+/// Rows of a buffer times a norm weight, [rows, dim] bf16, and the sums of squares of each 16 columns, f32. norm_rows
+/// of prefill also leaves 1/rms, [rows] f32.
 #[derive(Clone, Copy, Debug)]
 pub struct Normed {
     pub rows: Region,

@@ -1,5 +1,5 @@
-//! What checks and tests ask of a Machine: passes at any position, step by step, and what they leave. Nothing of it runs
-//! while text is made.
+//! What checks and tests ask of a Machine: passes at any position, step by step, and what they leave. Nothing of it
+//! runs while text is made.
 use super::arena::{Cache, Region};
 use super::lower::{Choice, CATCH_UP};
 use super::machine::{GraphKey, Machine};
@@ -32,8 +32,8 @@ impl Machine {
         self.graphs.keys().map(list).collect()
     }
 
-    /// Every step of a pass but `Accept`, one launch at a time, and its output shown to `observe` once it is complete, as
-    /// cpu::Reference::run does: the step, its output [rows, dim] and dim.
+    /// Every step of a pass but `Accept`, one launch at a time, and its output shown to `observe` once it is complete,
+    /// as cpu::Reference::run does: the step, its output [rows, dim] and dim.
     pub fn run(
         &mut self,
         pass: Pass,

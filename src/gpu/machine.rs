@@ -1,6 +1,6 @@
 //! The CUDA backend: everything allocated and captured at start, then one graph replay per pass. Of several ranks each
-//! is a Machine, with a Link to the others; all get the same calls in the same order (ranks/conductor.rs), hold the same
-//! State, and choose the same tokens.
+//! is a Machine, with a Link to the others; all get the same calls in the same order (ranks/conductor.rs), hold the
+//! same State, and choose the same tokens.
 //!
 //! The sequence lives in device memory (params.rs, State); the host queues passes and reads their records from a ring
 //! in pinned memory. What a pass launches is made by lower/ and put on the stream by launch.rs; weights come from

@@ -163,8 +163,8 @@ impl Matrix {
 pub struct Span {
     pub at: u64,
     pub bytes: u64,
-    /// How many spans of this length lie one behind the other: 1, or one for each expert, of which the launch reads those
-    /// that the router has chosen.
+    /// How many spans of this length lie one behind the other: 1, or one for each expert, of which the launch reads
+    /// those that the router has chosen.
     pub experts: usize,
 }
 
@@ -172,8 +172,8 @@ pub struct Span {
 /// has.
 #[derive(Clone, Debug)]
 pub struct Absorbed {
-    pub(super) keys: Matrix,   // [n_heads * kv_rank, nope_dim]
-    pub(super) values: Matrix, // [n_heads * v_dim, kv_rank]
+    pub keys: Matrix,   // [n_heads * kv_rank, nope_dim]
+    pub values: Matrix, // [n_heads * v_dim, kv_rank]
     pub(super) n_heads: usize,
     pub(super) dims: Latent,
 }

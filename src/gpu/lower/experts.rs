@@ -18,8 +18,8 @@ impl Lowering<'_> {
         let (n_experts, k) = (router.routing.n_experts, router.routing.top_k);
         ensure!(
             n_experts <= MAX_EXPERTS && k <= MAX_CHOSEN && router.routing.n_groups <= 32,
-            "{k} of {n_experts} experts in {} groups: the GPU backend has room for {MAX_CHOSEN} of {MAX_EXPERTS} in 32; \
-             use --device cpu",
+            "{k} of {n_experts} experts in {} groups: the GPU backend has room for {MAX_CHOSEN} of {MAX_EXPERTS} in \
+             32; use --device cpu",
             router.routing.n_groups
         );
         let rows = self.rows_of(router.routes);

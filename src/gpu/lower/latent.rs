@@ -21,8 +21,8 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    /// A prefill pass attends slab by slab among the ops of `latent_value`: slabs share the memory of partials, and what
-    /// one leaves is added up before the next attends.
+    /// A prefill pass attends slab by slab among the ops of `latent_value`: slabs share the memory of partials, and
+    /// what one leaves is added up before the next attends.
     pub(super) fn latent_attend(&mut self, a: &LatentAttention) -> Result<()> {
         let rows = self.rows_of(a.out);
         if rows > MAX_WIDTH {

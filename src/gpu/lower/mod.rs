@@ -1,11 +1,11 @@
-//! What a pass launches: each Step as ops, in order, from the plan and the addresses of an arena alone. No GPU is asked,
-//! so tests lower passes of any model and number of ranks.
+//! What a pass launches: each Step as ops, in order, from the plan and the addresses of an arena alone. No GPU is
+//! asked, so tests lower passes of any model and number of ranks.
 //!
 //! A Step that no kernel takes is an error that says what is missing. One Step is one launch in most verify passes: who
-//! writes a row that will be normalised also writes it times the norm weight and its sums of squares (norms.rs finds out
-//! for whom), so that a linear layer waits for nothing but its input. A prefill pass normalises in a kernel of its own
-//! and rotates queries before attention, and what has no kernel for many rows goes in slabs of `MAX_WIDTH`; its bits are
-//! the same.
+//! writes a row that will be normalised also writes it times the norm weight and its sums of squares (norms.rs finds
+//! out for whom), so that a linear layer waits for nothing but its input. A prefill pass normalises in a kernel of its
+//! own and rotates queries before attention, and what has no kernel for many rows goes in slabs of `MAX_WIDTH`; its
+//! bits are the same.
 mod attention;
 mod comm;
 mod draft;

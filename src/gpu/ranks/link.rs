@@ -1,7 +1,8 @@
 //! What a rank has of the others: windows into their memory, what ends its waiting, and NCCL where it is used.
 //!
 //! A `Link` is made by the thread of its rank, all ranks at the same time: they meet in a `Rendezvous`. What runs
-//! through it is described in collective.rs. A kernel that waits in vain poisons its rank; `check` says what it waited for.
+//! through it is described in collective.rs. A kernel that waits in vain poisons its rank; `check` says what it waited
+//! for.
 use super::algorithm::{Algorithm, Fault, FaultKind, Variant};
 use super::collective::{AllReduce, Collective, Exchange, Wire};
 use super::nccl;
